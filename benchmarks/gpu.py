@@ -1,6 +1,6 @@
 """Measures codecs, the overhead of a strategy of one worker, and workers that share a GPU.
 
-    python -m benchmarks.gpu                        # about 6 minutes on an H100
+    python -m benchmarks.gpu                        # all parts; 150 s did not suffice for the transformer
     python -m benchmarks.gpu --parts codecs         # codecs, transformer, transformer_compiled or shared
     python -m benchmarks.gpu --device CPU:0 --elements 1048576 --layers 1 --batch_size 1    # tries the program
 

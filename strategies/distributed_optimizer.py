@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.strategies import step_report
+from tfdist.strategies import step_clock
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.gradient_structure import of_one_kind
 from tfdist.strategies.graph_analysis import may_differ
@@ -139,7 +139,7 @@ class _Note:
     def apply(self, grads, *args, **kwargs):
         step = current_step()
         if step is not None:
-            step.mark(step_report.GRADIENTS, grads)
+            step.mark(step_clock.GRADIENTS, grads)
         return super().apply(grads, *args, **kwargs)
 
 
@@ -153,8 +153,8 @@ class _Weigh:
         loss = super().scale_loss(loss, *args, **kwargs)
         if step is None or step.share is None:
             return loss
-        step.mark(step_report.LOSS, loss)
-        step.mark(step_report.SHARE, step.share)
+        step.mark(step_clock.LOSS, loss)
+        step.mark(step_clock.SHARE, step.share)
         return loss * tf.cast(step.share, loss.dtype) if step.weights_loss else loss
 
     def apply(self, grads, trainable_variables=None, *args, **kwargs):

@@ -19,7 +19,7 @@ from tfdist.strategies.predict_outputs import of_shapes_in, only_rows, with_own_
 from tfdist.strategies.replica_context import StepContext
 from tfdist.strategies.stand_in_rows import at_least_one_row
 from tfdist.strategies.static_rows import trace_for_any_rows
-from tfdist.strategies.step_report import GRADIENTS
+from tfdist.strategies.step_clock import GRADIENTS
 
 _KERAS_STEPS = ("train_step", "test_step")
 

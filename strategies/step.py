@@ -19,7 +19,7 @@ from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.row_count import has_any
 from tfdist.strategies.row_degree import RowDegrees
-from tfdist.strategies.step_report import SHARE, Clock
+from tfdist.strategies.step_clock import SHARE, Clock
 
 _local = threading.local()
 

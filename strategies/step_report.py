@@ -30,23 +30,13 @@ from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
 from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies.collectives.host_device import host_of
-from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
+from tfdist.strategies.step_clock import AGREES, ASKED, END, EVALUATED, TESTED, Clock, in_order
 from tfdist.strategies.step_phases import StepMoments, StepPhases, divide
 
-BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
-# Index of a scalar that a moment waits for. Grappler regroups products of constants, and may give the name of a factor
-# without other readers to another value. Storing the scalar here prevents that. The first of several scalars is enough:
-# LOSS waits for one scalar, and most of the tensors that GRADIENTS waits for are no scalars.
-_SEEN = 5
-# In evaluations: a batch has arrived; its outputs exist and are exchanged next. In all calls, for the watchdog only:
-# the graph asks for input; this worker has its input, and workers agree on whether any worker has data left.
-_EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
-_COMPUTED_BEFORE = 10  # GRADIENTS of the step before.
-_MOMENTS = 11
 _NAMED = 4  # Largest number of replicas that a warning names.
-_READ = 3  # Numbers about what a worker reads: the pass, a checksum, and the learning rate.
+_READ = 3  # Numbers about the input of a worker: the pass, a checksum, and the learning rate.
 _LINK_NUMBERS = 4  # Numbers about a worker's links: receiver of the slowest, its rate, rate of the others, its seconds.
 _OF_JOB = 2  # Numbers about the whole job, for several workers: time of the step on the chief, workers that traced.
 _NO_LINK = -1  # In place of that receiver: no link is known to limit exchanges.
@@ -68,9 +58,9 @@ class StepReport:
       input_seconds: Time in which each worker itself had no batch, float32 [workers]. Waits for the batches of others
         do not count, nor does Python between steps.
       links: The published links of each worker to its peers, by worker; empty for one worker.
-      outside_seconds: Time from the end of the step before to the request for input, by worker, float32 [workers]: in
-        callbacks, other Python code, and evaluations; empty for one worker. With `steps_per_execution` above 1, 0 in
-        most steps.
+      outside_seconds: Time from the end of the step before to the request for input, by worker, float32 [workers]. It
+        passes in callbacks, other Python code, and evaluations. Empty for one worker. With `steps_per_execution` above
+        1, it is 0 in most steps.
       cycle_seconds: Time from the last gradient of the step before to that of this one, on the chief. The same for all
         workers, apart from jitter, since they wait for each other. 0 in the first step, and for one worker.
       has_traced: Whether a worker has traced the step in Python.
@@ -121,7 +111,7 @@ class StepReports:
         self.asked_here = False
         self._published = [0.0] * _LINK_NUMBERS
         self._has_traced = False
-        self._phases: StepPhases | None = None  # Phases of the step whose report is being delivered.
+        self._phases: StepPhases | None = None  # Phases of the newest step, while its report is delivered.
         self.tells = True
         self.rows_read: RowsRead | None = None
         self.stragglers: StragglerWatch | None = None
@@ -195,10 +185,10 @@ class StepReports:
         return {name: getattr(doing, name) for name in names}
 
     def part_of(self, execution: Execution) -> str:
-        """Returns what a running step function does now: tracing, waiting for input, computing or exchanging."""
+        """Returns the present part of a running step function: tracing, waiting for input, computing or exchanging."""
         times = self._clocks[0].times.numpy()
-        asked, agrees, evaluated, tested = (times[place] for place in (_ASKED, _AGREES, _EVALUATED, _TESTED))
-        begin, loss, share, gradients, end = times[:_SEEN]
+        asked, agrees, evaluated, tested = (times[place] for place in (ASKED, AGREES, EVALUATED, TESTED))
+        begin, loss, share, gradients, end = times[: END + 1]
         begun = max(asked, begin, evaluated)
         has_traced = execution.traced_at is not None and begun < execution.traced_at
         if execution.is_tracing or (has_traced and (execution.is_marked or not execution.reads)):
@@ -222,7 +212,7 @@ class StepReports:
             if not is_eager:
                 self.activity.mark()
             if not is_eager or call is not None:
-                self._clocks[0].mark(_ASKED)
+                self._clocks[0].mark(ASKED)
             yield
         finally:
             self.is_reading = before
@@ -235,7 +225,7 @@ class StepReports:
         """
         call = self.activity.call
         if not tf.executing_eagerly() or (call is not None and call.execution is not None):
-            self._clocks[0].mark(_AGREES, own)
+            self._clocks[0].mark(AGREES, own)
 
     @property
     def number(self) -> int:
@@ -250,7 +240,7 @@ class StepReports:
     @property
     def evaluated(self) -> float:
         """Time at which the newest batch of an evaluation arrived, in seconds since the epoch; 0 before the first."""
-        return float(self._clocks[0].times.numpy()[_EVALUATED])
+        return float(self._clocks[0].times.numpy()[EVALUATED])
 
     def phases(self) -> StepPhases:
         """Returns how this worker's first replica spent the time since the end of the step before.
@@ -264,18 +254,18 @@ class StepReports:
 
     def _read_phases(self) -> StepPhases:
         times = self._clocks[0].now()
-        begin, loss, share, gradients, ended_before = times[:_SEEN]
+        begin, loss, share, gradients, ended_before = times[: END + 1]
         return divide(
-            StepMoments(ended_before, times[_ASKED], times[_AGREES], begin, loss, share, gradients, time.time())
+            StepMoments(ended_before, times[ASKED], times[AGREES], begin, loss, share, gradients, time.time())
         )
 
-    def clock(self, local: int) -> "Clock":
+    def clock(self, local: int) -> Clock:
         """Returns the clock, which times the steps, of this worker's replica number `local`."""
         return self._clocks[local]
 
     def of_replica(
         self,
-        clock: "Clock",
+        clock: Clock,
         replica: Any,
         rows: Any,
         tells_before: bool = False,
@@ -322,7 +312,7 @@ class StepReports:
             self._clocks[local].mark(END, totals[-1])
             return
         if model not in self._ends:  # Eager steps reuse the function.
-            self._ends[model] = _in_order(functools.partial(self._take, weakref.ref(model)))
+            self._ends[model] = in_order(functools.partial(self._take, weakref.ref(model)))
         self._clocks[0].end(self._ends[model], totals)
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
@@ -382,7 +372,7 @@ class StepReports:
         return report, np.rint(not_finite).astype(np.int64), read
 
     def _check_learning_rates(self, of_workers: np.ndarray) -> None:
-        """Refuses different learning rates on workers, whose replicas would drift apart."""
+        """Refuses different learning rates on workers, since their replicas would drift apart."""
         unlike = np.flatnonzero(of_workers != of_workers[0])
         if len(unlike) and np.isfinite(of_workers).all():  # NaN differs from itself.
             raise ClusterError(
@@ -408,138 +398,7 @@ class StepReports:
         )
 
 
-class Clock:
-    """Times of moments of a replica's current step, such as the arrival of data, in seconds since the epoch."""
-
-    def __init__(self, device: str):
-        self._device, self._host = device, host_of(device)
-        with tf.device(self._host):
-            self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
-
-    def now(self) -> list[float]:
-        """Returns the times. Called outside of graphs, in any thread."""
-        read = tf.raw_ops.ReadVariableOp(resource=self.times.handle, dtype=self.times.dtype)  # A third of `numpy`.
-        times: list[float] = read.numpy().tolist()
-        return times
-
-    def begin(self, data: Any) -> Any:
-        """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that.
-
-        Does not wait for a GPU, which may still update weights for the last step. So it does not pause between steps.
-        """
-        noted = self.known(BEGIN, data)
-        with tf.control_dependencies([noted]):
-            return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
-
-    def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
-        """Notes the time when the device has computed the tensors in `after`.
-
-        Returns:
-          A tensor that exists once the time is noted.
-        """
-        after = computed_by(self._device, _tensors_of(after))
-        numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
-        return self._note(moment, after, numbers)
-
-    def known(self, moment: int, after: Any) -> tf.Tensor:
-        """Notes the time when the host knows the tensors in `after`. On a GPU they may still have to be computed.
-
-        This suits tensors that come from the host, such as a batch or the result of an exchange.
-        """
-        if "GPU" not in self._device:
-            return self.mark(moment, after)
-        return self._note(moment, _tensors_of(after), [])  # A copy of a number would wait for the GPU.
-
-    def _note(self, moment: int, after: Sequence[tf.Tensor], numbers: Sequence[tf.Tensor]) -> tf.Tensor:
-        with tf.device(self._host):
-            seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
-            # Made before the block below, where the constant would take the control dependencies and be folded away.
-            which = tf.constant([moment, _SEEN])
-            with tf.control_dependencies(after):
-                return _mark(self.times.handle, which, seen)
-
-    def evaluates(self, data: Any) -> None:
-        """Notes when the batch `data` of an evaluation or prediction has arrived, for the watchdog and reports."""
-        self.mark(_EVALUATED, data)
-
-    def has_evaluated(self, outputs: Any) -> None:
-        """Notes when the `outputs` of an evaluation or prediction exist, for the watchdog."""
-        self.mark(_TESTED, outputs)
-
-    def compute_seconds(self) -> tf.Tensor:
-        """Returns the seconds that the replica computed in this step, without waits for others, float32 []."""
-        begin, loss, share, gradients, _ = tf.unstack(self.times.read_value()[:_SEEN])
-        waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
-        return tf.cast(gradients - begin - waited, tf.float32)
-
-    def seconds_before(self) -> tf.Tensor:
-        """Seconds between the last step and this one, float32 []; 0 without a last step, or after an evaluation."""
-        times = self.times.read_value()
-        begin, end, evaluated = times[BEGIN], times[END], times[_EVALUATED]
-        return tf.cast(tf.where((end > 0) & (evaluated < end), tf.maximum(begin - end, 0), 0), tf.float32)
-
-    def input_seconds(self) -> tf.Tensor:
-        """Returns the seconds in which the worker itself had no batch for this step, float32 []."""
-        times = self.times.read_value()
-        begin, end, asked, agrees = times[BEGIN], times[END], times[_ASKED], times[_AGREES]
-        arrived = tf.where((agrees >= asked) & (agrees <= begin), agrees, begin)  # Else this step asks no worker.
-        has_asked = (asked >= end) & (asked <= begin) & (asked > 0)
-        return tf.cast(tf.where(has_asked, arrived - asked, 0), tf.float32)
-
-    def outside_seconds(self) -> tf.Tensor:
-        """Returns the seconds from the end of the step before to the request for input, float32 [].
-
-        A step that gets its batch from Python, as in `train_on_batch`, asks for no input: then until the batch arrives.
-        """
-        times = self.times.read_value()
-        begin, end, asked = times[BEGIN], times[END], times[_ASKED]
-        until = tf.where((asked >= end) & (asked <= begin), asked, begin)
-        return tf.cast(tf.where(end > 0, tf.maximum(until - end, 0), 0), tf.float32)
-
-    def cycle_seconds(self) -> tf.Tensor:
-        """Returns the seconds since the last gradient of the step before, float32 []. Called once in a step."""
-        times = self.times.read_value()
-        now, before = times[GRADIENTS], times[_COMPUTED_BEFORE]
-        with tf.device(self._host):
-            tf.raw_ops.ResourceScatterUpdate(resource=self.times.handle, indices=_COMPUTED_BEFORE, updates=now)
-        return tf.cast(tf.where(before > 0, now - before, 0), tf.float32)
-
-    def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
-        """Calls, in the graph, a function made by `_in_order` with a step's report; notes the end of the step."""
-        with tf.device(self._host):
-            call(self.times.handle, value)
-
-
-def _tensors_of(nest: Any) -> list[tf.Tensor]:
-    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(nest)]
-    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-
-
 def _link_speed(peer: float, rate: float, typical: float, seconds: float) -> WorkerLinks | None:
-    """Returns what a worker has published about its links, from the sum of all reports."""
+    """Returns the links that a worker has published, from the sum of all reports."""
     receiver = round(peer)  # A sum of float32 may be a little less than the number.
     return WorkerLinks(None if receiver == _NO_LINK else receiver, rate, typical, seconds) if typical else None
-
-
-# Separate functions with a resource among their inputs. TensorFlow runs stateful operations without a resource one
-# after another, also those of two replicas in one graph, and the replicas would then wait for each other for ever.
-
-
-@tf.function
-def _mark(clock, which, seen):
-    tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=which, updates=tf.stack([present_time(), seen]))
-    return which
-
-
-def _in_order(function):
-    def call_and_tell_time(value):
-        now = np.float64(time.time())  # TensorFlow makes a Python number a float32 if functions run eagerly.
-        function(value)
-        return now
-
-    @tf.function
-    def call(clock, value):
-        now = tf.numpy_function(call_and_tell_time, [value], tf.float64)
-        tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=END, updates=now)
-
-    return call

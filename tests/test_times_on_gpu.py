@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.strategies.collectives.stopwatch import computed_by
-from tfdist.strategies.step_report import Clock
+from tfdist.strategies.step_clock import Clock
 
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 

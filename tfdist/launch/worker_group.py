@@ -138,7 +138,7 @@ class WorkerGroup:
     def poll(self) -> None:
         """Records workers that have ended since the last `poll`, and kills child processes that they left running.
 
-        Also tells the others the size of the terminal.
+        Also gives terminals of workers the present size of the real one.
         """
         for index in list(self._running):
             if has_ended(self._running[index]):

@@ -100,7 +100,7 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 
 
 def _time_of(recorded: RecordedRun) -> Iterator[str]:
-    """Yields lines about goodput, and what the time was spent on."""
+    """Yields lines about goodput, and about the parts of the time."""
     try:
         account = account_of(recorded)
         lines = list(lines_of_account(account)) if account else []

@@ -1,0 +1,157 @@
+"""The clock of a replica: times of the moments of its current step, noted while the graph runs."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.collectives.stopwatch import computed_by, present_time
+
+# In a training step: a batch has arrived; the loss is computed; the share of this replica is known; its gradients are
+# computed; the step ends.
+BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
+# Index of a scalar that a moment waits for. Grappler regroups products of constants, and may give the name of a factor
+# without other readers to another value. Storing the scalar here prevents that. The first of several scalars is enough:
+# LOSS waits for one scalar, and most of the tensors that GRADIENTS waits for are no scalars.
+_SEEN = 5
+# In evaluations: a batch has arrived; its outputs exist and are exchanged next. In all calls, for the watchdog only:
+# the graph asks for input; this worker has its input, and workers agree on whether any worker has data left.
+EVALUATED, TESTED, ASKED, AGREES = range(6, 10)
+_COMPUTED_BEFORE = 10  # GRADIENTS of the step before.
+_MOMENTS = 11
+
+
+class Clock:
+    """Times of moments of a replica's current step, such as the arrival of data, in seconds since the epoch."""
+
+    def __init__(self, device: str):
+        self._device, self._host = device, host_of(device)
+        with tf.device(self._host):
+            self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
+
+    def now(self) -> list[float]:
+        """Returns the times. Called outside of graphs, in any thread."""
+        read = tf.raw_ops.ReadVariableOp(resource=self.times.handle, dtype=self.times.dtype)  # A third of `numpy`.
+        times: list[float] = read.numpy().tolist()
+        return times
+
+    def begin(self, data: Any) -> Any:
+        """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that.
+
+        Does not wait for a GPU, which may still update weights for the last step. So it does not pause between steps.
+        """
+        noted = self.known(BEGIN, data)
+        with tf.control_dependencies([noted]):
+            return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
+
+    def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
+        """Notes the time when the device has computed the tensors in `after`.
+
+        Returns:
+          A tensor that exists once the time is noted.
+        """
+        after = computed_by(self._device, _tensors_of(after))
+        numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
+        return self._note(moment, after, numbers)
+
+    def known(self, moment: int, after: Any) -> tf.Tensor:
+        """Notes the time when the host knows the tensors in `after`. On a GPU they may still have to be computed.
+
+        This suits tensors that come from the host, such as a batch or the result of an exchange.
+        """
+        if "GPU" not in self._device:
+            return self.mark(moment, after)
+        return self._note(moment, _tensors_of(after), [])  # A copy of a number would wait for the GPU.
+
+    def _note(self, moment: int, after: Sequence[tf.Tensor], numbers: Sequence[tf.Tensor]) -> tf.Tensor:
+        with tf.device(self._host):
+            seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
+            # Made before the block below, where the constant would take the control dependencies and be folded away.
+            which = tf.constant([moment, _SEEN])
+            with tf.control_dependencies(after):
+                return _mark(self.times.handle, which, seen)
+
+    def evaluates(self, data: Any) -> None:
+        """Notes when the batch `data` of an evaluation or prediction has arrived, for the watchdog and reports."""
+        self.mark(EVALUATED, data)
+
+    def has_evaluated(self, outputs: Any) -> None:
+        """Notes when the `outputs` of an evaluation or prediction exist, for the watchdog."""
+        self.mark(TESTED, outputs)
+
+    def compute_seconds(self) -> tf.Tensor:
+        """Returns the seconds that the replica computed in this step, without waits for others, float32 []."""
+        begin, loss, share, gradients, _ = tf.unstack(self.times.read_value()[:_SEEN])
+        waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
+        return tf.cast(gradients - begin - waited, tf.float32)
+
+    def seconds_before(self) -> tf.Tensor:
+        """Seconds between the last step and this one, float32 []; 0 without a last step, or after an evaluation."""
+        times = self.times.read_value()
+        begin, end, evaluated = times[BEGIN], times[END], times[EVALUATED]
+        return tf.cast(tf.where((end > 0) & (evaluated < end), tf.maximum(begin - end, 0), 0), tf.float32)
+
+    def input_seconds(self) -> tf.Tensor:
+        """Returns the seconds in which the worker itself had no batch for this step, float32 []."""
+        times = self.times.read_value()
+        begin, end, asked, agrees = times[BEGIN], times[END], times[ASKED], times[AGREES]
+        arrived = tf.where((agrees >= asked) & (agrees <= begin), agrees, begin)  # Else this step asks no worker.
+        has_asked = (asked >= end) & (asked <= begin) & (asked > 0)
+        return tf.cast(tf.where(has_asked, arrived - asked, 0), tf.float32)
+
+    def outside_seconds(self) -> tf.Tensor:
+        """Returns the seconds from the end of the step before to the request for input, float32 [].
+
+        A step that gets its batch from Python, as in `train_on_batch`, asks for no input: then until the batch arrives.
+        """
+        times = self.times.read_value()
+        begin, end, asked = times[BEGIN], times[END], times[ASKED]
+        until = tf.where((asked >= end) & (asked <= begin), asked, begin)
+        return tf.cast(tf.where(end > 0, tf.maximum(until - end, 0), 0), tf.float32)
+
+    def cycle_seconds(self) -> tf.Tensor:
+        """Returns the seconds since the last gradient of the step before, float32 []. Called once in a step."""
+        with tf.device(self._host):
+            times = self.times.read_value()
+            now, before = times[GRADIENTS], times[_COMPUTED_BEFORE]
+            tf.raw_ops.ResourceScatterUpdate(resource=self.times.handle, indices=_COMPUTED_BEFORE, updates=now)
+        return tf.cast(tf.where(before > 0, now - before, 0), tf.float32)
+
+    def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
+        """Calls, in the graph, a function made by `in_order` with a step's report; notes the end of the step."""
+        with tf.device(self._host):
+            call(self.times.handle, value)
+
+
+def _tensors_of(nest: Any) -> list[tf.Tensor]:
+    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(nest)]
+    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+
+
+# Separate functions with a resource among their inputs. TensorFlow runs stateful operations without a resource one
+# after another, also those of two replicas in one graph, and the replicas would then wait for each other for ever.
+
+
+@tf.function
+def _mark(clock, which, seen):
+    tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=which, updates=tf.stack([present_time(), seen]))
+    return which
+
+
+def in_order(function: Callable[[Any], None]) -> Callable[..., Any]:
+    """Returns a function that calls `function` in a graph, in the order of the steps, and then notes their end."""
+
+    def call_and_tell_time(value):
+        now = np.float64(time.time())  # TensorFlow makes a Python number a float32 if functions run eagerly.
+        function(value)
+        return now
+
+    @tf.function
+    def call(clock, value):
+        now = tf.numpy_function(call_and_tell_time, [value], tf.float64)
+        tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=END, updates=now)
+
+    return call
