@@ -109,6 +109,21 @@ def test_a_forked_child_has_the_default_of_the_signal():
     assert asked(body) == (0, f"told\n{-signal.SIGUSR2}\n")
 
 
+def test_a_signal_at_the_exit_does_not_kill_the_process():
+    """Python has taken its handlers back when it deletes the modules."""
+    body = """
+        assert call_when_asked(told)
+        class Late:
+            def __del__(self, kill=os.kill, write=os.write, own=os.getpid(), asked=signal.SIGUSR2):
+                kill(own, asked)
+                write(1, b"deleted\\n")
+        print("ready")
+        heard.wait(30)
+        sys.modules["late"] = Late()
+    """
+    assert asked(body) == (0, "told\ndeleted\n")
+
+
 RECORDS = """
 import os, pathlib, sys, threading
 from tfdist.events import recorder

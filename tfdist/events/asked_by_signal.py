@@ -1,5 +1,6 @@
 """Calls functions at SIGUSR2, in a thread of its own, since the main thread may run TensorFlow for long."""
 
+import atexit
 import contextlib
 import os
 import pathlib
@@ -33,6 +34,7 @@ def call_when_asked(function: Callable[[], None]) -> bool:
     _listener = _Listener(function)
     # Registered here and not at import: handlers of a fork run in this order, and `preemption` must be before.
     os.register_at_fork(after_in_child=_forget_in_child)
+    atexit.register(_ignore_from_now_on)
     return True
 
 
@@ -51,6 +53,12 @@ def process_start(pid: int | str = "self") -> int | None:
         return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def _ignore_from_now_on() -> None:
+    """Lets the exit of Python ignore the signal. Python takes its handlers back then, and the signal would kill it."""
+    if signal.getsignal(signal.SIGUSR2) is _ignore:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _forget_in_child() -> None:
