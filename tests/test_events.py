@@ -93,6 +93,8 @@ def test_a_preemption_and_its_end_leave_the_signal_to_the_events():
 
 def test_a_forked_child_has_the_default_of_the_signal():
     body = """
+        import warnings
+        warnings.simplefilter("ignore")  # From 3.12 on, Python warns of a fork beside threads.
         assert call_when_asked(told)
         print("ready")
         heard.wait(30)

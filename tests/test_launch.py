@@ -26,6 +26,7 @@ from tfdist.launch.arguments import CommandParser
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
 
 TENSORFLOW_SECONDS = 400
+_WITHOUT_TABLE = {"TERM": "dumb"}  # Otherwise `tfdist run` draws the table of workers after a second.
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ def test_workers_survive_a_closed_output_pipe(run, tee):
 def test_the_chief_keeps_the_terminal(run):
     script = run.script("print(sys.stdout.isatty())")
     ours, theirs = pty.openpty()
-    with run.start("--workers", 2, script, stdout=theirs) as process:
+    with run.start("--workers", 2, script, stdout=theirs, env=_WITHOUT_TABLE) as process:
         assert process.wait(DEADLINE_SECONDS) == 0
         assert os.read(ours, 100) == b"True\r\n"
     os.close(ours)
@@ -293,7 +294,7 @@ def test_the_terminal_of_the_chief_follows_the_size_of_the_real_one(run):
     )
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    with run.start("--workers", 1, script, stdout=theirs) as process:
+    with run.start("--workers", 1, script, stdout=theirs, env=_WITHOUT_TABLE) as process:
         shown = os.read(ours, 100)
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 100, 0, 0))
         assert process.wait(DEADLINE_SECONDS) == 0
