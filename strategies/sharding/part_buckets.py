@@ -1,0 +1,64 @@
+"""Buckets of parts: the parts of many tensors travel together, and every shard's row of a bucket is laid out alike."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.strategies.collectives.buckets import Bucket, bucket_bytes, fill_buckets, join, part_bytes, separate
+from tfdist.strategies.sharding.part_tensors import rows_of, whole_of
+from tfdist.strategies.sharding.partition import Partition
+
+
+class PartBuckets:
+    """The arrangement in buckets of tensors of one dtype that are divided among shards.
+
+    A bucket is a matrix with a row for each shard. A row holds the shard's parts of several tensors one after another.
+
+    Args:
+      partitions: The division of each tensor, all into the same number of parts.
+      dtype: Type of all tensors.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], dtype: tf.DType):
+        self._partitions = partitions
+        shards = partitions[0].shards
+        limit = bucket_bytes([tf.TensorSpec(each.shape, dtype) for each in partitions])
+        self._like = [tf.TensorSpec([each.part_elements], dtype) for each in partitions]
+        self._buckets = fill_buckets(self._like, limit // shards, part_bytes=part_bytes(shards) // shards)
+
+    def join_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Joins whole tensors to buckets: shapes of the partitions -> [shards, elements] each."""
+        rows = [rows_of(*each) for each in zip(self._partitions, tensors, strict=True)]
+        return [_columns(bucket, rows) for bucket in self._buckets]
+
+    def join_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Joins one shard's parts to its rows of the buckets: part shapes -> [elements] each."""
+        return [join(bucket, parts) for bucket in self._buckets]
+
+    def separate_parts(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Inverse of `join_parts`."""
+        parts = separate(self._buckets, rows, self._like)
+        return [tf.reshape(part, each.part_shape) for part, each in zip(parts, self._partitions, strict=True)]
+
+    def separate_tensors(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Inverse of `join_tensors`."""
+        columns: dict[int, list[tuple[int, tf.Tensor]]] = {}
+        for bucket, matrix in zip(self._buckets, buckets, strict=True):
+            sizes = [segment.stop - segment.start for segment in bucket]
+            parts = [matrix] if len(sizes) == 1 else tf.split(matrix, sizes, axis=1)
+            for segment, part in zip(bucket, parts, strict=True):
+                columns.setdefault(segment.tensor, []).append((segment.start, part))
+        tensors = []
+        for position, partition in enumerate(self._partitions):
+            cuts = [cut for _, cut in sorted(columns[position], key=lambda placed: placed[0])]
+            tensors.append(whole_of(partition, cuts[0] if len(cuts) == 1 else tf.concat(cuts, axis=1)))
+        return tensors
+
+
+def _columns(bucket: Bucket, rows: Sequence[tf.Tensor]) -> tf.Tensor:
+    cuts = []
+    for segment in bucket:
+        whole = rows[segment.tensor]
+        is_whole = segment.stop - segment.start == whole.shape[1]
+        cuts.append(whole if is_whole else whole[:, segment.start : segment.stop])
+    return cuts[0] if len(cuts) == 1 else tf.concat(cuts, axis=1)

@@ -1,0 +1,47 @@
+"""Divides tensors into the parts of a `Partition`, and joins parts."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.strategies.sharding.partition import Partition
+
+
+def part_of(partition: Partition, tensor: Any, shard: int) -> tf.Tensor:
+    """Returns a shard's part of a tensor, padded with zeros: partition.shape -> partition.part_shape."""
+    rows = tf.reshape(tensor, [partition.rows, *partition.part_shape[1:]])
+    start, stop = partition.range_of(shard)
+    return _padded(rows[start:stop], partition.part_shape[0] - (stop - start))
+
+
+def part_of_slices(partition: Partition, slices: tf.IndexedSlices, shard: int) -> tf.IndexedSlices:
+    """Returns the rows of a sparse gradient that lie in a shard's part, in the same order, as a gradient of the part.
+
+    Rows of equal index stay apart, because adaptive optimizers square each of them.
+    """
+    values, indices = slices.values, slices.indices
+    if not partition.by_rows:  # Each element becomes a row.
+        size = partition.rows // partition.shape[0]
+        indices = tf.reshape(indices[:, None] * size + tf.range(size, dtype=indices.dtype), [-1])
+        values = tf.reshape(values, [-1])
+    start, stop = partition.range_of(shard)
+    is_own = tf.logical_and(indices >= start, indices < stop)
+    values, indices = tf.boolean_mask(values, is_own), tf.boolean_mask(indices, is_own) - start
+    return tf.IndexedSlices(values, indices, tf.constant(partition.part_shape, indices.dtype))
+
+
+def rows_of(partition: Partition, tensor: Any) -> tf.Tensor:
+    """Lays the parts of a tensor out as rows: partition.shape -> [shards, part_elements]."""
+    rows = tf.reshape(tensor, [partition.rows, *partition.part_shape[1:]])
+    return tf.reshape(_padded(rows, partition.padding), [partition.shards, partition.part_elements])
+
+
+def whole_of(partition: Partition, rows: tf.Tensor) -> tf.Tensor:
+    """Joins the parts of all shards, the inverse of `rows_of`: [shards, part_elements] -> partition.shape."""
+    padded = partition.part_shape[0] * partition.shards
+    rows = tf.reshape(rows, [padded, *partition.part_shape[1:]])
+    return tf.reshape(rows if not partition.padding else rows[: partition.rows], partition.shape)
+
+
+def _padded(rows: tf.Tensor, padding: int) -> tf.Tensor:
+    return tf.pad(rows, [[0, padding], *[[0, 0]] * (rows.shape.rank - 1)]) if padding else rows

@@ -1,0 +1,58 @@
+"""Policy: how a tensor is divided into parts, one for each shard, so that all parts have the same shape."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+# Rows are kept whole unless their padding would take more than 1 / 64 of the tensor.
+_PADDING = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """A division of a tensor into parts of equal shape: whole rows of its first axis, or a range of its elements.
+
+    Elements are in the order of the flat tensor, so part i precedes part i + 1. The last parts are padded, and may
+    consist of padding only. The division depends on the shape alone, so it is equal on all replicas and in each run.
+
+    Attributes:
+      shape: Shape of the tensor.
+      shards: Number of parts.
+      by_rows: Whether parts consist of whole rows. Otherwise they are ranges of the flat tensor.
+    """
+
+    shape: tuple[int, ...]
+    shards: int
+    by_rows: bool
+
+    @classmethod
+    def of(cls, shape: Sequence[int], shards: int) -> "Partition":
+        """Returns the division of a tensor of `shape`: by rows if they divide into equal parts with little padding."""
+        rows = shape[0] if shape else 1
+        by_rows = bool(shape) and -rows % shards * _PADDING <= rows
+        return cls(tuple(shape), shards, by_rows)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that are divided; elements of the flat tensor if not `by_rows`."""
+        return self.shape[0] if self.by_rows else math.prod(self.shape)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each part, with its padding."""
+        return (-(-self.rows // self.shards), *(self.shape[1:] if self.by_rows else ()))
+
+    @property
+    def part_elements(self) -> int:
+        """Number of elements of each part, with its padding."""
+        return math.prod(self.part_shape)
+
+    @property
+    def padding(self) -> int:
+        """Number of rows of padding of all parts together."""
+        return self.part_shape[0] * self.shards - self.rows
+
+    def range_of(self, shard: int) -> tuple[int, int]:
+        """Returns the first row of a shard's part, and the row after its last, without padding."""
+        size = self.part_shape[0]
+        return min(shard * size, self.rows), min((shard + 1) * size, self.rows)
