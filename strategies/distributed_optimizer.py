@@ -3,7 +3,7 @@
 import collections
 import enum
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.sharded_update import ShardedUpdate, assign_averages, partitions_of, update_averages
 from tfdist.strategies.step import current_step, replicas
 
 
@@ -197,7 +199,35 @@ class _Exchange:
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads):
-        return super()._clip_gradients(_exchange(self, grads))
+        step = current_step()
+        if step is None or not any(partitions_of(self, step.variables)):
+            return super()._clip_gradients(_exchange(self, grads))
+        step.sharded_update = ShardedUpdate(self, step.variables, step)
+        return step.sharded_update.clipped(_exchange(self, grads, step.sharded_update.partitions))
+
+    def _apply_weight_decay(self, variables):
+        super()._apply_weight_decay(_in_parts(variables))
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        super()._backend_update_step(grads, _in_parts(trainable_variables), learning_rate)
+        step = current_step()
+        if step is not None and step.sharded_update is not None:
+            step.sharded_update, update = None, step.sharded_update
+            update.store()
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        step = current_step()
+        if step is None or not self.use_ema or not any(partitions_of(self, trainable_variables)):
+            super()._update_model_variables_moving_average(trainable_variables)
+        else:
+            update_averages(self, self._model_variables_moving_average, trainable_variables, step)
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables):
+        step = current_step()
+        if step is None or not any(partitions_of(self, trainable_variables)):
+            super()._overwrite_model_variables_with_average_value(trainable_variables)
+        else:
+            assign_averages(self._model_variables_moving_average, trainable_variables, step)
 
     def _all_reduce_sum_gradients(self, grads_and_vars):
         if not isinstance(self, keras.optimizers.SGD):
@@ -236,16 +266,29 @@ class _GlobalLossScale:
         return step.all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas() - 0.5
 
 
-def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
-    """Sums an optimizer's gradients over all replicas, encoded if the strategy compresses; `None` stays `None`."""
+def _in_parts(variables: Sequence[Any]) -> Sequence[Any]:
+    """Returns the variables of an update, with the parts of this replica in place of those that are sharded."""
+    step = current_step()
+    if step is None or step.sharded_update is None:
+        return variables
+    return step.sharded_update.in_parts(variables)
+
+
+def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Partition | None] = ()) -> list[Any]:
+    """Sums an optimizer's gradients over all replicas, encoded if the strategy compresses; `None` stays `None`.
+
+    Of gradients with a partition, this replica gets its part.
+    """
     step = current_step()
     if step is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
     step.exchanges.count += 1
     step.observed.gradient_samples += sampled(grads)
     reduce, op = tf.distribute.get_strategy().extended.reducer.reduce, tf.distribute.ReduceOp.SUM
-    of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
-    summed = _to_present(lambda present: reduce(ReductionRequest(op, present, optimizer, of), step), grads)
+    present_at = [i for i, grad in enumerate(grads) if grad is not None]
+    of = [step.variables[i] for i in present_at]
+    divided = [partitions[i] for i in present_at] if partitions else []
+    summed = _to_present(lambda present: reduce(ReductionRequest(op, present, optimizer, of, divided), step), grads)
     step.observed.summed_gradients += [grad for grad in summed if grad is not None]
     return summed
 

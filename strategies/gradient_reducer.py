@@ -1,5 +1,6 @@
 """Reduces values over all replicas: gradients of optimizers, values of the user, values of the step itself."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,9 @@ from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression_policy import is_uncompressed
 from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.sharding.part_reducer import PartReducer
+from tfdist.strategies.sharding.part_tensors import part_of, part_of_slices
+from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.step import Step
 
 
@@ -27,14 +31,22 @@ class GradientReducer:
       communication: Makes the reducers of encoded gradients; `None` if gradients are not encoded.
       devices: The devices of this worker.
       replicas: Number of replicas on all workers.
+      parts: Exchanges parts of tensors, if optimizer state is sharded.
 
     Attributes:
       communication: As given.
     """
 
-    def __init__(self, collectives: Any, communication: CompressionState | None, devices: Sequence[str], replicas: int):
+    def __init__(
+        self,
+        collectives: Any,
+        communication: CompressionState | None,
+        devices: Sequence[str],
+        replicas: int,
+        parts: PartReducer | None = None,
+    ):
         self._collectives, self.communication = collectives, communication
-        self._devices, self._replicas = devices, replicas
+        self._devices, self._replicas, self._parts = devices, replicas, parts
 
     def reduce(self, request: ReductionRequest, step: Step) -> list[Gradient]:
         """Sums or averages the values of a request over all replicas, which send their requests in the same order.
@@ -46,6 +58,8 @@ class GradientReducer:
           ValueError: If gradients have a type that collectives cannot sum, or a codec that cannot encode them.
         """
         self.check_compiled()
+        if any(request.partitions):
+            return self._reduce_to_parts(request, step)
         values = _shaped(request.values, request.variables)
         encoded_reducer = self._encoded_reducer(request, values)
         values, without_heads = batch_independent_rows.with_heads(values, step)
@@ -65,10 +79,55 @@ class GradientReducer:
             )
         return without_heads(_in_one_frame(step, exchange, values))
 
-    def _encoded_reducer(self, request, values):
-        """Returns the reducer of sums of an optimizer's gradients that leave a worker or device; else `None`."""
+    def _reduce_to_parts(self, request, step):
+        """Sums values of which each replica gets its part, and values that all replicas get whole.
+
+        Dense gradients that travel as they are take half of an all-reduce. Others are summed as a whole first: encoded
+        ones, sparse ones, and those of eager steps.
+        """
+        values = _shaped(request.values, request.variables)
+        in_halves = not tf.executing_eagerly() and not self._encodes(request)
+        divided = [
+            i
+            for i, (value, partition) in enumerate(zip(values, request.partitions, strict=True))
+            if partition is not None and in_halves and not isinstance(value, tf.IndexedSlices)
+        ]
+        rest = [i for i in range(len(values)) if i not in set(divided)]
+        results = list(values)
+        if rest:
+            of_rest = dataclasses.replace(
+                request,
+                values=[values[i] for i in rest],
+                variables=[request.variables[i] for i in rest],
+                partitions=(),
+            )
+            for i, total in zip(rest, self.reduce(of_rest, step), strict=True):
+                results[i] = _own(total, request.partitions[i], self._parts.shard_of(step.replica))
+        if divided:
+            partitions = [request.partitions[i] for i in divided]
+            exchange = functools.partial(
+                self._parts.reduce_scatter_tensors, partitions=partitions, replica=step.replica, options=request.options
+            )
+            own = _in_one_frame(step, exchange, [values[i] for i in divided])
+            results = [dict(zip(divided, own, strict=True)).get(i, result) for i, result in enumerate(results)]
+        return results
+
+    def gather_parts(self, parts: Sequence[tf.Tensor], partitions: Sequence[Partition], step: Step) -> list[tf.Tensor]:
+        """Gathers tensors of which each replica has its part, given by `partitions`; returns the whole tensors."""
+        self.check_compiled()
+        if tf.executing_eagerly():
+            return _merged(step, functools.partial(_gather_eagerly, partitions), list(parts))
+        gather = functools.partial(self._parts.all_gather_parts, partitions=partitions, replica=step.replica)
+        return _in_one_frame(step, gather, list(parts))
+
+    def _encodes(self, request):
+        """Whether values are sums of an optimizer's gradients that leave a worker or device, and are encoded."""
         is_of_gradients = request.optimizer is not None and request.reduce_op == tf.distribute.ReduceOp.SUM
-        if not is_of_gradients or self.communication is None or is_uncompressed():
+        return is_of_gradients and self.communication is not None and not is_uncompressed()
+
+    def _encoded_reducer(self, request, values):
+        """Returns the reducer of encoded gradients, or `None` if the values are not encoded."""
+        if not self._encodes(request):
             return None
         return self.communication.exchange_of(request.optimizer, values, request.variables)
 
@@ -126,6 +185,19 @@ def _merged(step: Step, function, *args):
 def _all_reduce_eagerly(reduce_op, options, strategy, values):
     of_each = [strategy.extended.of_each_replica(value) for value in values]
     return strategy.extended.batch_reduce_to(reduce_op, [(value, value) for value in of_each], options)
+
+
+def _own(total, partition, shard):
+    """Returns a shard's part of a sum; the sum itself if it is not divided."""
+    if partition is None:
+        return total
+    return (part_of_slices if isinstance(total, tf.IndexedSlices) else part_of)(partition, total, shard)
+
+
+def _gather_eagerly(partitions, strategy, parts):
+    local = strategy.experimental_local_results
+    own = [list(each) for each in zip(*(local(strategy.extended.of_each_replica(part)) for part in parts), strict=True)]
+    return tf_internals.regroup(strategy.extended.parts.gather_eagerly(own, partitions))
 
 
 def _exchange_eagerly(strategy, encoded_reducer, gradients, done):

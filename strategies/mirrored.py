@@ -38,7 +38,14 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
     """
 
     def __init__(
-        self, devices=None, cross_device_ops=None, *, compression=None, time_exchanges=False, fault_tolerance=None
+        self,
+        devices=None,
+        cross_device_ops=None,
+        *,
+        compression=None,
+        time_exchanges=False,
+        model_sharding=None,
+        fault_tolerance=None,
     ):
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         warn_if_one_of_many(never_joins=True)
@@ -46,6 +53,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
+        extended.shard(model_sharding)
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if self.num_replicas_in_sync > 1:

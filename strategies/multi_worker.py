@@ -86,6 +86,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         *,
         compression=None,
         time_exchanges=False,
+        model_sharding=None,
         transport="auto",
         fault_tolerance=None,
     ):
@@ -104,6 +105,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         options = communication_options or tf_internals.CommunicationOptions()
         extended = MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
+        extended.shard(model_sharding)
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if extended._num_workers > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.collectives.transport import Gradient
+from tfdist.strategies.sharding.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,4 +20,7 @@ class ReductionRequest:
     # The optimizer that applies the values, if they are its gradients, which codecs may encode; else `None`.
     optimizer: Any = None
     variables: Sequence[Any] = ()  # The variables of the gradients; empty if unknown.
+    # How each value is divided among the replicas, which get their part of the sum; `None` for a whole sum. Empty if no
+    # value is divided.
+    partitions: Sequence[Partition | None] = ()
     options: Any = None  # TensorFlow's `CommunicationOptions`; encoded gradients do without them.

@@ -24,6 +24,13 @@ from tfdist.strategies.gradient_reducer import GradientReducer
 from tfdist.strategies.gradient_structure import check_of_one_kind
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.sharding.part_reducer import PartReducer
+from tfdist.strategies.sharding.state_creation import (
+    check_is_updated_in_parts,
+    check_model_sharding,
+    is_state_to_shard,
+    make_sharded_state,
+)
 
 
 class ReplicatedExtended:
@@ -35,9 +42,27 @@ class ReplicatedExtended:
 
     communication: CompressionState | None = None
     reducer: GradientReducer
+    parts: PartReducer | None = None
     _num_workers = 1
     _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
+
+    def shard(self, model_sharding):
+        """Sets what of a model is sharded, by the argument of the strategy; called once, before `compress`."""
+        check_model_sharding(model_sharding)
+        if model_sharding is None or self._num_replicas_in_sync == 1:
+            return
+        if not isinstance(self._cross_device_ops, Collectives):
+            raise ValueError(
+                f"model_sharding={model_sharding!r} exchanges parts of weights by collectives, but cross_device_ops is "
+                f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
+            )
+        self.parts = PartReducer(self._cross_device_ops)
+
+    def gathered(self, state):
+        """Returns the whole value of a `ShardedState`, outside of a step. All workers must call this method."""
+        self.check_in_company()
+        return self.parts.gather_eagerly([[own.read_value()] for own in state.values], [state.partition])[0][0]
 
     def compress(self, compression, time_exchanges):
         """Sets how gradients are compressed, by arguments of the strategy; called once, when the strategy is made."""
@@ -51,7 +76,9 @@ class ReplicatedExtended:
             self.communication = CompressionState(policy, collectives, time_exchanges)
         # Gradients are encoded only if they leave a worker or device.
         encoding = self.communication if self._crosses_border else None
-        self.reducer = GradientReducer(collectives, encoding, self.worker_devices, self._num_replicas_in_sync)
+        self.reducer = GradientReducer(
+            collectives, encoding, self.worker_devices, self._num_replicas_in_sync, self.parts
+        )
 
     @property
     def replicas(self):
@@ -69,6 +96,8 @@ class ReplicatedExtended:
         return False
 
     def _create_variable(self, next_creator, **kwargs):
+        if self.parts is not None and is_state_to_shard(self._container_strategy(), kwargs):
+            return make_sharded_state(next_creator, kwargs, self.parts)
         trainable = kwargs.get("trainable") is not False
         colocated = kwargs.get("colocate_with") is not None
         variable = super()._create_variable(next_creator, **kwargs)
@@ -89,6 +118,8 @@ class ReplicatedExtended:
                 "made outside of it, so that each replica would train by itself. Make the model inside `with "
                 "strategy.scope():` as well, and compile it there."
             )
+        if self.parts is not None and args:
+            check_is_updated_in_parts(var)
         return super().update(var, fn, args, kwargs, group)
 
     def _call_for_each_replica(self, fn, args, kwargs):

@@ -77,6 +77,7 @@ class Step:
         does not tell means from sums.
       weighs: Whether an optimizer that runs now has already weighted its gradients by rows.
       variables: Variables that an optimizer is about to update, in the order of its gradients.
+      sharded_update: The update of an optimizer with sharded state that runs now, a `ShardedUpdate`; else `None`.
     """
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
@@ -92,6 +93,7 @@ class Step:
         self.has_static_rows = False
         self.weighs = False
         self.variables: list[Any] = []
+        self.sharded_update: Any = None
 
     @property
     def in_loop(self) -> bool:

@@ -1,0 +1,97 @@
+"""Exchanges the parts of many tensors in buckets: sums of which each replica gets its parts, and whole tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._compat import tf_internals
+from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.part_exchange import PartExchange
+from tfdist.strategies.sharding.part_buckets import PartBuckets
+from tfdist.strategies.sharding.part_tensors import whole_of
+from tfdist.strategies.sharding.partition import Partition
+
+
+class PartReducer:
+    """Sums and gathers tensors that are divided among all replicas of a strategy.
+
+    Args:
+      collectives: The strategy's collectives.
+
+    Attributes:
+      shards: Number of parts of each tensor: the number of replicas.
+    """
+
+    def __init__(self, collectives: Collectives):
+        self._collectives, self._exchange = collectives, PartExchange(collectives)
+        self.shards = self._exchange.shards
+
+    def shard_of(self, replica: int) -> int:
+        """Returns the number of the parts of a replica of this worker."""
+        return self._exchange.shard_of(replica)
+
+    def reduce_scatter_tensors(
+        self, tensors: Sequence[tf.Tensor], *, partitions: Sequence[Partition], replica: int, options: Any = None
+    ) -> list[tf.Tensor]:
+        """Sums tensors over all replicas. Returns this replica's part of each sum."""
+        options = options or tf_internals.CommunicationOptions()
+
+        def reduce(group: Sequence[tf.Tensor], buckets: PartBuckets) -> list[tf.Tensor]:
+            joined = buckets.join_tensors(group)
+            return buckets.separate_parts([self._exchange.reduce_scatter(each, replica, options) for each in joined])
+
+        with tf.device(self._collectives.device(replica)):
+            return _by_dtype(tensors, partitions, reduce)
+
+    def all_gather_parts(
+        self, parts: Sequence[tf.Tensor], *, partitions: Sequence[Partition], replica: int, options: Any = None
+    ) -> list[tf.Tensor]:
+        """Gathers tensors of which each replica has a part. Returns the whole tensors."""
+        options = options or tf_internals.CommunicationOptions()
+
+        def gather(group: Sequence[tf.Tensor], buckets: PartBuckets) -> list[tf.Tensor]:
+            joined = buckets.join_parts(group)
+            return buckets.separate_tensors([self._exchange.all_gather(each, replica, options) for each in joined])
+
+        with tf.device(self._collectives.device(replica)):
+            return _by_dtype(parts, partitions, gather)
+
+    def gather_eagerly(
+        self, parts: Sequence[Sequence[tf.Tensor]], partitions: Sequence[Partition]
+    ) -> list[list[tf.Tensor]]:
+        """Gathers parts outside of a step, for all replicas of this worker: [replica][tensor] in and out."""
+        if self._collectives.replicas == self.shards:  # All parts are in this process.
+            order = sorted(range(self.shards), key=self.shard_of)
+            wholes = [_joined([parts[replica][i] for replica in order], each) for i, each in enumerate(partitions)]
+            return [wholes] * self.shards
+
+        @tf.function(autograph=False)
+        def gather(everyone):
+            return [
+                self.all_gather_parts(own, partitions=partitions, replica=replica)
+                for replica, own in enumerate(everyone)
+            ]
+
+        return gather([list(own) for own in parts])
+
+
+def _joined(parts: Sequence[tf.Tensor], partition: Partition) -> tf.Tensor:
+    return whole_of(partition, tf.stack([tf.reshape(part, [-1]) for part in parts]))
+
+
+def _by_dtype(
+    tensors: Sequence[tf.Tensor],
+    partitions: Sequence[Partition],
+    exchange: Callable[[Sequence[tf.Tensor], PartBuckets], list[tf.Tensor]],
+) -> list[tf.Tensor]:
+    """Calls `exchange` for the tensors of each dtype and their buckets. Returns all results in order."""
+    groups: dict[tf.DType, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(i)
+    results = list(tensors)
+    for dtype, group in groups.items():
+        buckets = PartBuckets([partitions[i] for i in group], dtype)
+        for i, result in zip(group, exchange([tensors[i] for i in group], buckets), strict=True):
+            results[i] = result
+    return results

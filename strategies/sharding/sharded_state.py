@@ -1,0 +1,54 @@
+"""Optimizer state of which each replica keeps its own part, such as a part of Adam's momenta."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._compat import tf_internals
+from tfdist.strategies.sharding.part_tensors import part_of
+from tfdist.strategies.sharding.partition import Partition
+
+
+class ShardedState(tf_internals.MirroredVariable):
+    """State of an optimizer for one weight, divided among all replicas.
+
+    On a replica it is a variable with the shape of a part: the optimizer reads and assigns the part of this replica.
+    Elsewhere, as when a model is saved or loaded, it has the shape of the weight: a read gathers the parts of all
+    replicas, which needs all workers, and an assignment gives each replica its part of the value.
+
+    Attributes:
+      weight: The variable of the model for which the optimizer keeps the state.
+      partition: How the state is divided.
+    """
+
+    weight: Any
+    partition: Partition
+
+    @classmethod
+    def make(cls, values: Sequence[tf.Variable], weight: Any, partition: Partition, aggregation: Any) -> "ShardedState":
+        """Makes the state for `weight` of the parts `values` of this worker's replicas."""
+        state = cls(weight.distribute_strategy, values, aggregation)
+        state.weight, state.partition = weight, partition
+        return state
+
+    def _get(self):
+        if tf.distribute.get_replica_context() is not None:
+            return super()._get()
+        return self.distribute_strategy.extended.gathered(self)
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+    def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        shard_of = self.distribute_strategy.extended.parts.shard_of
+        for replica, own in enumerate(self.values):
+            with tf.device(own.device):
+                update_fn(own, part_of(self.partition, value, shard_of(replica)), **kwargs)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # TensorFlow would look the attribute up in the value, which would be gathered from all workers for that.
+        if name in ("_values", "_distributed_container", "_attribute_sentinel") or name.startswith("_self_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.values[0], name)

@@ -1,0 +1,97 @@
+"""The part of a weight that a replica updates, in place of the whole variable, while its optimizer runs."""
+
+import operator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.strategies.sharding.part_tensors import part_of
+from tfdist.strategies.sharding.partition import Partition
+
+
+class WeightPart:
+    """Stands for a variable of a model in an optimizer's update, with the shape and the values of one part.
+
+    An assignment changes this object, not the variable. The new parts of all replicas are put together afterwards.
+
+    Args:
+      variable: The variable, as a distributed variable of TensorFlow.
+      partition: How it is divided.
+      shard: The number of the part.
+
+    Attributes:
+      partition: As given.
+      whole: The variable.
+    """
+
+    def __init__(self, variable: Any, partition: Partition, shard: int):
+        self.whole, self.partition = variable, partition
+        self._value = part_of(partition, variable, shard)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Shape of the part."""
+        return self._value.shape
+
+    @property
+    def dtype(self) -> tf.DType:
+        """Type of the weight."""
+        return self._value.dtype
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the present value of the part."""
+        return self._value
+
+    value = read_value
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._value, dtype, name=name)
+
+    def assign(self, value: Any, **kwargs: Any) -> "WeightPart":
+        """Sets the value of the part."""
+        del kwargs
+        self._value = tf.ensure_shape(tf.cast(value, self.dtype), self.shape)
+        return self
+
+    def assign_add(self, value: Any, **kwargs: Any) -> "WeightPart":
+        """Adds to the value of the part."""
+        return self.assign(self._value + tf.cast(value, self.dtype), **kwargs)
+
+    def assign_sub(self, value: Any, **kwargs: Any) -> "WeightPart":
+        """Subtracts from the value of the part."""
+        return self.assign(self._value - tf.cast(value, self.dtype), **kwargs)
+
+    def scatter_add(self, slices: tf.IndexedSlices, **kwargs: Any) -> "WeightPart":
+        """Adds rows to rows of the part."""
+        return self.assign(tf.tensor_scatter_nd_add(self._value, slices.indices[:, None], slices.values), **kwargs)
+
+    def scatter_sub(self, slices: tf.IndexedSlices, **kwargs: Any) -> "WeightPart":
+        """Subtracts rows from rows of the part."""
+        return self.assign(tf.tensor_scatter_nd_sub(self._value, slices.indices[:, None], slices.values), **kwargs)
+
+    def scatter_update(self, slices: tf.IndexedSlices, **kwargs: Any) -> "WeightPart":
+        """Replaces rows of the part."""
+        return self.assign(tf.tensor_scatter_nd_update(self._value, slices.indices[:, None], slices.values), **kwargs)
+
+    def __neg__(self) -> tf.Tensor:
+        return -self._value
+
+    def __abs__(self) -> tf.Tensor:
+        return abs(self._value)
+
+    def __getitem__(self, index: Any) -> tf.Tensor:
+        return self._value[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # The names, the device and the identity are those of the variable.
+        return getattr(object.__getattribute__(self, "whole"), name)
+
+
+def _with_operator(name: str) -> None:
+    function = getattr(operator, name)
+    setattr(WeightPart, f"__{name}__", lambda self, other: function(self.read_value(), other))
+    setattr(WeightPart, f"__r{name}__", lambda self, other: function(other, self.read_value()))
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    _with_operator(_name)
