@@ -35,3 +35,14 @@ def check_in_company() -> None:
             "not `ChiefOnly`, and put only code that writes files under `if tfdist.cluster.is_chief():`; or call "
             "`self.model(x)`, which needs no peer."
         )
+
+
+def check_is_read_in_company() -> None:
+    """Raises a ClusterError inside `on_chief_alone`, for a read of optimizer state that is on all workers."""
+    what = getattr(_local, "what", None)
+    if what is not None:
+        raise ClusterError(
+            f"With model_sharding, each worker has a part of the optimizer's state, so all workers must save it, but "
+            f"{what} runs on the chief alone. Save weights only (`save_weights_only=True`, `save_weights`), use "
+            "`BackupAndRestore`, or call `model.save` on all workers, each with a path of its own."
+        )

@@ -17,7 +17,7 @@ from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
-from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.part_tensors import Division
 from tfdist.strategies.sharding.sharded_update import ShardedUpdate, assign_averages, partitions_of, update_averages
 from tfdist.strategies.step import current_step, replicas
 
@@ -206,14 +206,18 @@ class _Exchange:
         return step.sharded_update.clipped(_exchange(self, grads, step.sharded_update.partitions))
 
     def _apply_weight_decay(self, variables):
-        super()._apply_weight_decay(_in_parts(variables))
+        update = _sharded_update()
+        super()._apply_weight_decay(variables if update is None else update.in_parts(variables)[1])
 
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
-        super()._backend_update_step(grads, _in_parts(trainable_variables), learning_rate)
-        step = current_step()
-        if step is not None and step.sharded_update is not None:
-            step.sharded_update, update = None, step.sharded_update
-            update.store()
+        update = _sharded_update()
+        if update is None:
+            super()._backend_update_step(grads, trainable_variables, learning_rate)
+            return
+        places, parts = update.in_parts(trainable_variables)
+        super()._backend_update_step([grads[i] for i in places], parts, learning_rate)
+        current_step().sharded_update = None
+        update.store()
 
     def _update_model_variables_moving_average(self, trainable_variables):
         step = current_step()
@@ -266,15 +270,13 @@ class _GlobalLossScale:
         return step.all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas() - 0.5
 
 
-def _in_parts(variables: Sequence[Any]) -> Sequence[Any]:
-    """Returns the variables of an update, with the parts of this replica in place of those that are sharded."""
+def _sharded_update() -> ShardedUpdate | None:
+    """Returns the update of an optimizer with sharded state that runs on this replica; `None` if there is none."""
     step = current_step()
-    if step is None or step.sharded_update is None:
-        return variables
-    return step.sharded_update.in_parts(variables)
+    return None if step is None else step.sharded_update
 
 
-def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Partition | None] = ()) -> list[Any]:
+def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | None] = ()) -> list[Any]:
     """Sums an optimizer's gradients over all replicas, encoded if the strategy compresses; `None` stays `None`.
 
     Of gradients with a partition, this replica gets its part.

@@ -16,8 +16,7 @@ from tfdist.strategies.compression_policy import is_uncompressed
 from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_reducer import PartReducer
-from tfdist.strategies.sharding.part_tensors import part_of, part_of_slices
-from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.part_tensors import Division, part_of, part_of_slices
 from tfdist.strategies.step import Step
 
 
@@ -112,7 +111,7 @@ class GradientReducer:
             results = [dict(zip(divided, own, strict=True)).get(i, result) for i, result in enumerate(results)]
         return results
 
-    def gather_parts(self, parts: Sequence[tf.Tensor], partitions: Sequence[Partition], step: Step) -> list[tf.Tensor]:
+    def gather_parts(self, parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Step) -> list[tf.Tensor]:
         """Gathers tensors of which each replica has its part, given by `partitions`; returns the whole tensors."""
         self.check_compiled()
         if tf.executing_eagerly():

@@ -25,6 +25,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         `"powersgd(8)"`, or a function that chooses for each gradient; see `MultiWorkerMirroredStrategy`. The result
         equals, bit for bit, the result of as many workers with one device each.
       time_exchanges: Whether to measure how long compressed exchanges take; see `MultiWorkerMirroredStrategy`.
+      model_sharding: `"optimizer"` divides the optimizer's state among the devices; see `MultiWorkerMirroredStrategy`.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. A single process
         uses only the deadlines for preemption and, under `tfdist run`, for the watchdog.
 
@@ -54,6 +55,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding)
+        self.model_sharding = model_sharding
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if self.num_replicas_in_sync > 1:

@@ -28,6 +28,7 @@ from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy, StrategyUse
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
+from tfdist.strategies.sharding.state_creation import check_model_sharding
 from tfdist.strategies.tensor_origin import Origin, origins_of, sizes_of
 from tfdist.strategies.virtual_devices import make_virtual_devices
 
@@ -65,6 +66,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       transport: How CPU workers exchange the tensors of a step; equal on all workers. `"auto"`: over their own
         connections if possible, with TLS if TFDIST_TLS_CERT, TFDIST_TLS_KEY and TFDIST_TLS_CA are set.
         `"tensorflow"`: only over TensorFlow's collectives, which need no ports beside those of TF_CONFIG.
+      model_sharding: `"optimizer"`: each replica keeps its part of the optimizer's state and updates this part of the
+        weights. With R replicas the state takes 1 / R of the memory, and a step exchanges as many bytes as without.
+        Results and files stay the same. Custom loops then need `distributed_optimizer`. Equal on all workers.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them.
 
     Attributes:
@@ -94,7 +98,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if transport not in _TRANSPORTS:
             raise ValueError(f"`transport` must be one of {', '.join(map(repr, _TRANSPORTS))}, got {transport!r}.")
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
-        self.compression = compression
+        self.compression, self.model_sharding = compression, model_sharding
+        check_model_sharding(model_sharding)
         self.transport = transport
         if cluster_resolver is None and ClusterSpec.from_env() is None:
             warn_if_one_of_many()

@@ -66,6 +66,13 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
             return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
+    def gathered(self, state):
+        """Returns the whole value of a `ShardedState`, outside of a step; all workers must read it."""
+        if self._num_workers == 1:
+            return super().gathered(state)
+        with watchdog.waiting_for_all("reads of the state of a sharded optimizer, as by `model.save`"):
+            return super().gathered(state)
+
     def connect_peers(self, transport):
         """Makes steps exchange over the workers' own connections if all can connect; GPUs use TensorFlow's collectives.
 
@@ -199,7 +206,9 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         if self._num_workers > 1:  # Before the first collective, which would wait for ever if setups differ.
             strategy = self._container_strategy()
             transport = self._why_not_own_connections(strategy.transport) or "own connections"
-            self.agreement.on_setup(len(self._devices), _described(strategy.compression), transport)
+            self.agreement.on_setup(
+                len(self._devices), _described(strategy.compression), transport, repr(strategy.model_sharding)
+            )
         self._install_collectives()
 
     def _update_config_proto(self, config_proto):

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.collectives.transport import Gradient
-from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.part_tensors import Division
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,5 +22,5 @@ class ReductionRequest:
     variables: Sequence[Any] = ()  # The variables of the gradients; empty if unknown.
     # How each value is divided among the replicas, which get their part of the sum; `None` for a whole sum. Empty if no
     # value is divided.
-    partitions: Sequence[Partition | None] = ()
+    partitions: Sequence[Division | None] = ()
     options: Any = None  # TensorFlow's `CommunicationOptions`; encoded gradients do without them.

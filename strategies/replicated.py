@@ -27,6 +27,7 @@ from tfdist.strategies.datasets import (
 )
 from tfdist.strategies.distributed_variables import optimizer_variables, variables_of
 from tfdist.strategies.gradient_reducer import is_compiled
+from tfdist.strategies.memory_report import MemoryReport
 from tfdist.strategies.outside_scope import keep_watching, note_training
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, note_row, row_of
 from tfdist.strategies.step import current_step
@@ -242,6 +243,14 @@ class ReplicatedStrategy:
     def communication(self) -> CompressionState | None:
         """The states of codecs and the traffic of a strategy with `compression`; else `None`."""
         return self.extended.communication
+
+    def memory_report(self) -> MemoryReport:
+        """Returns the bytes of memory that weights, gradients and optimizer state take on each replica.
+
+        Counts the variables that were made in the scope and that the program still holds. `print` shows a table.
+        """
+        residuals = 0 if self.communication is None else self.communication.memory_bytes()
+        return self.extended.made_variables.report(residuals // len(self.extended.worker_devices))
 
     def distributed_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         """Returns a view of `optimizer` for custom loops that clip gradients or scale the loss.

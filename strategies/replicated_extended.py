@@ -14,7 +14,7 @@ from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import distributed_variables as variables
 from tfdist.strategies import keras_steps
 from tfdist.strategies import step as steps
-from tfdist.strategies.chief_only_guard import check_in_company
+from tfdist.strategies.chief_only_guard import check_in_company, check_is_read_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
@@ -23,12 +23,13 @@ from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.gradient_reducer import GradientReducer
 from tfdist.strategies.gradient_structure import check_of_one_kind
 from tfdist.strategies.loss_weight import weighted
+from tfdist.strategies.memory_report import MadeVariables
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_reducer import PartReducer
 from tfdist.strategies.sharding.state_creation import (
     check_is_updated_in_parts,
     check_model_sharding,
-    is_state_to_shard,
+    division_of_state,
     make_sharded_state,
 )
 
@@ -60,8 +61,13 @@ class ReplicatedExtended:
         self.parts = PartReducer(self._cross_device_ops)
 
     def gathered(self, state):
-        """Returns the whole value of a `ShardedState`, outside of a step. All workers must call this method."""
-        self.check_in_company()
+        """Returns the whole value of a `ShardedState`, outside of a step. All workers must call this method.
+
+        Raises:
+          ClusterError: If the chief alone reads it, in a `ChiefOnly` callback, and the cluster has other workers.
+        """
+        if self._num_workers > 1:
+            check_is_read_in_company()
         return self.parts.gather_eagerly([[own.read_value()] for own in state.values], [state.partition])[0][0]
 
     def compress(self, compression, time_exchanges):
@@ -90,19 +96,29 @@ class ReplicatedExtended:
         if self._num_workers > 1:
             check_in_company()
 
+    @functools.cached_property
+    def made_variables(self):
+        """The variables that the strategy has made, for `memory_report`."""
+        return MadeVariables()
+
     def _use_merge_call(self):
         # Replicas exchange by collectives and never leave the step for that, so an optimizer can exchange gradients
         # inside a branch (gradient accumulation, loss scaling).
         return False
 
     def _create_variable(self, next_creator, **kwargs):
-        if self.parts is not None and is_state_to_shard(self._container_strategy(), kwargs):
-            return make_sharded_state(next_creator, kwargs, self.parts)
+        if self.parts is not None:
+            division = division_of_state(self._container_strategy(), kwargs, self.parts.shards)
+            if division is not None:
+                state = make_sharded_state(next_creator, kwargs, division, self.parts.shard_of)
+                self.made_variables.add(state)
+                return state
         trainable = kwargs.get("trainable") is not False
         colocated = kwargs.get("colocate_with") is not None
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             variable = variables.refine(variable, trainable=trainable, colocated=colocated)
+            self.made_variables.add(variable)
         return variable
 
     def update(self, var, fn, args=(), kwargs=None, group=True):

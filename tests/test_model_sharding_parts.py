@@ -8,6 +8,8 @@ from test_codec_groups import OneDevicePerWorker
 from tfdist.strategies.collectives.in_memory_transport import run_ranks
 from tfdist.strategies.collectives.part_exchange import PartExchange
 from tfdist.strategies.collectives.transport import all_reduce_in_order
+from tfdist.strategies.sharding.owner_buckets import OwnerBuckets
+from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_buckets import PartBuckets
 from tfdist.strategies.sharding.part_tensors import part_of, part_of_slices, rows_of, whole_of
 from tfdist.strategies.sharding.partition import Partition
@@ -52,18 +54,31 @@ def test_rows_of_sparse_gradients_reach_their_owner_in_order(shape, shards):
     assert count == tf.size(slices.values)  # Rows of equal index stay apart.
 
 
+@pytest.mark.parametrize("sizes", [[1], [5, 5, 5], [9, 1, 1, 1, 1, 1, 1, 1, 1, 1], [3, 7, 7, 2, 8, 1, 1, 4], []])
+@pytest.mark.parametrize("shards", SHARDS)
+def test_owners_are_balanced(sizes, shards):
+    owner = owners(sizes, shards)
+    loads = [sum(size for size, own in zip(sizes, owner, strict=True) if own == shard) for shard in range(shards)]
+    least = max(sum(sizes) / shards, max(sizes, default=0))
+    assert max(loads) <= 4 / 3 * least + 1e-9 or len(sizes) <= shards
+
+
+@pytest.mark.parametrize("kind", ["equal", "owned"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_sums_of_parts_have_the_bits_of_an_all_reduce(ranks):
+def test_sums_of_parts_have_the_bits_of_an_all_reduce(ranks, kind):
     partitions = [Partition.of(shape, ranks) for shape in SHAPES]
-    buckets = PartBuckets(partitions, tf.float32)
+    if kind == "owned":
+        owner = owners([int(np.prod(shape)) for shape in SHAPES], ranks)
+        partitions = [Ownership(tuple(shape), ranks, own) for shape, own in zip(SHAPES, owner, strict=True)]
+    buckets = (OwnerBuckets if kind == "owned" else PartBuckets)(partitions, tf.float32)
 
     def run(transport, rank):
         exchange = PartExchange(OneDevicePerWorker(transport, rank))
         own = [random(shape, seed) for seed, shape in enumerate(SHAPES, start=100 * rank)]
         sums = [all_reduce_in_order(transport, tensor, None) for tensor in own]
         rows = [exchange.reduce_scatter(bucket, 0, None) for bucket in buckets.join_tensors(own)]
-        parts = buckets.separate_parts(rows)
-        gathered = [exchange.all_gather(row, 0, None) for row in buckets.join_parts(parts)]
+        parts = buckets.separate_parts(rows, exchange.shard_of(0))
+        gathered = [exchange.all_gather(row, 0, None) for row in buckets.join_parts(parts, exchange.shard_of(0))]
         assert len(rows) < len(SHAPES)
         return sums, parts, buckets.separate_tensors(gathered), exchange.shard_of(0)
 

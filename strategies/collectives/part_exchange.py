@@ -20,11 +20,12 @@ class PartExchange:
         self.shards: int = collectives.ranks * collectives.spread
 
     def shard_of(self, replica: int) -> int:
-        """Returns the row of a replica of this worker."""
-        collectives = self._collectives
-        if collectives.spread > 1:
-            return replica * collectives.ranks + collectives.worker
-        return collectives.worker * collectives.replicas + replica
+        """Returns the row of a replica of this worker: first the rows of all first replicas, in the order of workers.
+
+        So the devices of a worker can sum first, and each then exchanges consecutive rows with other workers.
+        """
+        workers = self.shards // self._collectives.replicas
+        return replica * workers + self._collectives.worker
 
     def reduce_scatter(self, rows: tf.Tensor, replica: int, options: Any) -> tf.Tensor:
         """Sums matrices over all replicas. Returns this replica's row of the sum: [shards, n] -> [n].

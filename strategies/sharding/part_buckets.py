@@ -31,12 +31,14 @@ class PartBuckets:
         rows = [rows_of(*each) for each in zip(self._partitions, tensors, strict=True)]
         return [_columns(bucket, rows) for bucket in self._buckets]
 
-    def join_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def join_parts(self, parts: Sequence[tf.Tensor], shard: int) -> list[tf.Tensor]:
         """Joins one shard's parts to its rows of the buckets: part shapes -> [elements] each."""
+        del shard  # The rows of all shards are laid out alike.
         return [join(bucket, parts) for bucket in self._buckets]
 
-    def separate_parts(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
+    def separate_parts(self, rows: list[tf.Tensor], shard: int) -> list[tf.Tensor]:
         """Inverse of `join_parts`."""
+        del shard
         parts = separate(self._buckets, rows, self._like)
         return [tf.reshape(part, each.part_shape) for part, each in zip(parts, self._partitions, strict=True)]
 

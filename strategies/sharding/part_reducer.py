@@ -8,9 +8,10 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.part_exchange import PartExchange
+from tfdist.strategies.sharding.owner_buckets import OwnerBuckets
+from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.part_buckets import PartBuckets
-from tfdist.strategies.sharding.part_tensors import whole_of
-from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.part_tensors import Division, whole_of
 
 
 class PartReducer:
@@ -32,33 +33,34 @@ class PartReducer:
         return self._exchange.shard_of(replica)
 
     def reduce_scatter_tensors(
-        self, tensors: Sequence[tf.Tensor], *, partitions: Sequence[Partition], replica: int, options: Any = None
+        self, tensors: Sequence[tf.Tensor], *, partitions: Sequence[Division], replica: int, options: Any = None
     ) -> list[tf.Tensor]:
         """Sums tensors over all replicas. Returns this replica's part of each sum."""
         options = options or tf_internals.CommunicationOptions()
 
-        def reduce(group: Sequence[tf.Tensor], buckets: PartBuckets) -> list[tf.Tensor]:
+        def reduce(group: Sequence[tf.Tensor], buckets: Any) -> list[tf.Tensor]:
             joined = buckets.join_tensors(group)
-            return buckets.separate_parts([self._exchange.reduce_scatter(each, replica, options) for each in joined])
+            rows = [self._exchange.reduce_scatter(each, replica, options) for each in joined]
+            return buckets.separate_parts(rows, self.shard_of(replica))
 
         with tf.device(self._collectives.device(replica)):
-            return _by_dtype(tensors, partitions, reduce)
+            return _by_kind(tensors, partitions, reduce)
 
     def all_gather_parts(
-        self, parts: Sequence[tf.Tensor], *, partitions: Sequence[Partition], replica: int, options: Any = None
+        self, parts: Sequence[tf.Tensor], *, partitions: Sequence[Division], replica: int, options: Any = None
     ) -> list[tf.Tensor]:
         """Gathers tensors of which each replica has a part. Returns the whole tensors."""
         options = options or tf_internals.CommunicationOptions()
 
-        def gather(group: Sequence[tf.Tensor], buckets: PartBuckets) -> list[tf.Tensor]:
-            joined = buckets.join_parts(group)
+        def gather(group: Sequence[tf.Tensor], buckets: Any) -> list[tf.Tensor]:
+            joined = buckets.join_parts(group, self.shard_of(replica))
             return buckets.separate_tensors([self._exchange.all_gather(each, replica, options) for each in joined])
 
         with tf.device(self._collectives.device(replica)):
-            return _by_dtype(parts, partitions, gather)
+            return _by_kind(parts, partitions, gather)
 
     def gather_eagerly(
-        self, parts: Sequence[Sequence[tf.Tensor]], partitions: Sequence[Partition]
+        self, parts: Sequence[Sequence[tf.Tensor]], partitions: Sequence[Division]
     ) -> list[list[tf.Tensor]]:
         """Gathers parts outside of a step, for all replicas of this worker: [replica][tensor] in and out."""
         if self._collectives.replicas == self.shards:  # All parts are in this process.
@@ -76,22 +78,25 @@ class PartReducer:
         return gather([list(own) for own in parts])
 
 
-def _joined(parts: Sequence[tf.Tensor], partition: Partition) -> tf.Tensor:
+def _joined(parts: Sequence[tf.Tensor], partition: Division) -> tf.Tensor:
+    if isinstance(partition, Ownership):
+        return tf.identity(parts[partition.owner])
     return whole_of(partition, tf.stack([tf.reshape(part, [-1]) for part in parts]))
 
 
-def _by_dtype(
+def _by_kind(
     tensors: Sequence[tf.Tensor],
-    partitions: Sequence[Partition],
-    exchange: Callable[[Sequence[tf.Tensor], PartBuckets], list[tf.Tensor]],
+    partitions: Sequence[Division],
+    exchange: Callable[[Sequence[tf.Tensor], Any], list[tf.Tensor]],
 ) -> list[tf.Tensor]:
-    """Calls `exchange` for the tensors of each dtype and their buckets. Returns all results in order."""
-    groups: dict[tf.DType, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(i)
+    """Calls `exchange` for the tensors of each dtype and kind of division and their buckets; returns all results."""
+    groups: dict[tuple[tf.DType, type], list[int]] = {}
+    for i, (tensor, partition) in enumerate(zip(tensors, partitions, strict=True)):
+        groups.setdefault((tensor.dtype, type(partition)), []).append(i)
     results = list(tensors)
-    for dtype, group in groups.items():
-        buckets = PartBuckets([partitions[i] for i in group], dtype)
+    for (dtype, kind), group in groups.items():
+        arrange = OwnerBuckets if kind is Ownership else PartBuckets
+        buckets = arrange([partitions[i] for i in group], dtype)
         for i, result in zip(group, exchange([tensors[i] for i in group], buckets), strict=True):
             results[i] = result
     return results

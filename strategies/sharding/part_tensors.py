@@ -1,25 +1,35 @@
-"""Divides tensors into the parts of a `Partition`, and joins parts."""
+"""Divides tensors into parts, equal or whole, and joins parts."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
+from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.partition import Partition
 
+Division: TypeAlias = Partition | Ownership
 
-def part_of(partition: Partition, tensor: Any, shard: int) -> tf.Tensor:
-    """Returns a shard's part of a tensor, padded with zeros: partition.shape -> partition.part_shape."""
+
+def part_of(partition: Division, tensor: Any, shard: int) -> tf.Tensor:
+    """Returns a shard's part of a tensor, padded with zeros: partition.shape -> partition.part_shape_of(shard)."""
+    if isinstance(partition, Ownership):
+        whole = tf.convert_to_tensor(tensor)
+        return whole if shard == partition.owner else tf.zeros([0], whole.dtype)
     rows = tf.reshape(tensor, [partition.rows, *partition.part_shape[1:]])
     start, stop = partition.range_of(shard)
     return _padded(rows[start:stop], partition.part_shape[0] - (stop - start))
 
 
-def part_of_slices(partition: Partition, slices: tf.IndexedSlices, shard: int) -> tf.IndexedSlices:
+def part_of_slices(partition: Division, slices: tf.IndexedSlices, shard: int) -> tf.IndexedSlices | tf.Tensor:
     """Returns the rows of a sparse gradient that lie in a shard's part, in the same order, as a gradient of the part.
 
     Rows of equal index stay apart, because adaptive optimizers square each of them.
     """
     values, indices = slices.values, slices.indices
+    if isinstance(partition, Ownership):
+        return slices if shard == partition.owner else tf.zeros([0], values.dtype)
     if not partition.by_rows:  # Each element becomes a row.
         size = partition.rows // partition.shape[0]
         indices = tf.reshape(indices[:, None] * size + tf.range(size, dtype=indices.dtype), [-1])
@@ -41,6 +51,15 @@ def whole_of(partition: Partition, rows: tf.Tensor) -> tf.Tensor:
     padded = partition.part_shape[0] * partition.shards
     rows = tf.reshape(rows, [padded, *partition.part_shape[1:]])
     return tf.reshape(rows if not partition.padding else rows[: partition.rows], partition.shape)
+
+
+def whole_of_arrays(shape: tuple[int, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins the saved parts of a tensor of `shape`, in the order of the shards that saved them."""
+    owned = [part for part in parts if part.size]
+    if len(owned) == 1 and owned[0].shape == shape:
+        return owned[0]
+    partition = Partition.of(shape, len(parts))
+    return np.concatenate(parts)[: partition.rows].reshape(shape)
 
 
 def _padded(rows: tf.Tensor, padding: int) -> tf.Tensor:

@@ -42,6 +42,11 @@ class Partition:
         """Shape of each part, with its padding."""
         return (-(-self.rows // self.shards), *(self.shape[1:] if self.by_rows else ()))
 
+    def part_shape_of(self, shard: int) -> tuple[int, ...]:
+        """Returns the shape of a shard's part, which is the same for all."""
+        del shard
+        return self.part_shape
+
     @property
     def part_elements(self) -> int:
         """Number of elements of each part, with its padding."""

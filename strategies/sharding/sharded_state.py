@@ -6,8 +6,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.sharding.part_tensors import part_of
-from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.part_tensors import Division, part_of
+
+_ACCUMULATOR = "gradient_accumulator"  # Keras' name for them.
+
+
+def is_accumulator(variable: Any) -> bool:
+    """Whether a variable of an optimizer holds gradients that no replica has exchanged yet, so each has others."""
+    return _ACCUMULATOR in str(variable.name)
 
 
 class ShardedState(tf_internals.MirroredVariable):
@@ -23,10 +29,10 @@ class ShardedState(tf_internals.MirroredVariable):
     """
 
     weight: Any
-    partition: Partition
+    partition: Division
 
     @classmethod
-    def make(cls, values: Sequence[tf.Variable], weight: Any, partition: Partition, aggregation: Any) -> "ShardedState":
+    def make(cls, values: Sequence[tf.Variable], weight: Any, partition: Division, aggregation: Any) -> "ShardedState":
         """Makes the state for `weight` of the parts `values` of this worker's replicas."""
         state = cls(weight.distribute_strategy, values, aggregation)
         state.weight, state.partition = weight, partition

@@ -1,28 +1,27 @@
 """One update of an optimizer whose state is sharded: each replica updates its part of the weights."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist._compat import keras_internals
+from tfdist.strategies.sharding.elementwise import is_elementwise
+from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.part_clipping import clipped
-from tfdist.strategies.sharding.part_tensors import part_of
-from tfdist.strategies.sharding.partition import Partition
-from tfdist.strategies.sharding.sharded_state import ShardedState
-from tfdist.strategies.sharding.weight_part import WeightPart
+from tfdist.strategies.sharding.part_tensors import Division, part_of
+from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
+from tfdist.strategies.sharding.weight_part import WeightPart, tensorflow_variable
 
 
-def partitions_of(optimizer: Any, variables: Sequence[Any]) -> list[Partition | None]:
+def partitions_of(optimizer: Any, variables: Sequence[Any]) -> list[Division | None]:
     """Returns how an optimizer's state for each of these variables is divided; `None` if it is not."""
     states = [each.value for each in optimizer.variables if isinstance(each.value, ShardedState)]
-    known = {id(state.weight): state.partition for state in states}
+    is_known = is_elementwise(optimizer)
+    known = {id(e.weight): e.partition for e in states if is_known or isinstance(e.partition, Ownership)}
     return [known.get(id(tensorflow_variable(variable))) for variable in variables]
-
-
-def tensorflow_variable(variable: Any) -> Any:
-    """Returns the TensorFlow variable of a Keras variable."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 class ShardedUpdate:
@@ -37,16 +36,12 @@ class ShardedUpdate:
     def __init__(self, optimizer: Any, variables: Sequence[Any], step: Any):
         self._optimizer, self._step = optimizer, step
         self.partitions = partitions_of(optimizer, variables)
-        shard = self._extended.parts.shard_of(step.replica)
+        self._shard = shard = tf.distribute.get_strategy().extended.parts.shard_of(step.replica)
         self._parts = {
-            id(whole): WeightPart(whole, partition, shard)
+            id(tensorflow_variable(variable)): WeightPart(variable, partition, shard)
             for variable, partition in zip(variables, self.partitions, strict=True)
-            if partition is not None and (whole := tensorflow_variable(variable)) is not None
+            if partition is not None
         }
-
-    @property
-    def _extended(self) -> Any:
-        return tf.distribute.get_strategy().extended
 
     def clipped(self, sums: list[Any]) -> list[Any]:
         """Clips summed gradients, of which some are parts, as the optimizer would clip whole gradients."""
@@ -56,19 +51,39 @@ class ShardedUpdate:
 
         return clipped(self._optimizer, sums, [each is not None for each in self.partitions], sum_over_shards)
 
-    def in_parts(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns `variables`, with the parts of this replica in place of those that are divided."""
-        return [self._parts.get(id(tensorflow_variable(each)), each) for each in variables]
+    def in_parts(self, variables: Sequence[Any]) -> tuple[list[int], list[Any]]:
+        """Returns what this replica updates of `variables`: their indices, and parts for those that are divided."""
+        parts = [self._parts.get(id(tensorflow_variable(each)), each) for each in variables]
+        places = [i for i, part in enumerate(parts) if not (isinstance(part, WeightPart) and part.is_empty)]
+        return places, [parts[i] for i in places]
 
     def store(self) -> None:
-        """Gathers the parts of all replicas and assigns them to the variables."""
+        """Gathers the parts of all replicas and assigns them to the variables.
+
+        State of an owned weight that is not sharded itself travels along, since only the owner has updated it.
+        """
         parts = list(self._parts.values())
-        wholes = gathered([part.read_value() for part in parts], [part.partition for part in parts], self._step)
-        for part, whole in zip(parts, wholes, strict=True):
-            part.whole.assign(whole)
+        beside = self._states_beside(parts)
+        own = [part.read_value() for part in parts]
+        own += [part_of(owned, state, self._shard) for state, owned in beside]
+        divisions = [part.partition for part in parts] + [owned for _, owned in beside]
+        targets = [part.whole for part in parts] + [state for state, _ in beside]
+        for target, whole in zip(targets, gathered(own, divisions, self._step), strict=True):
+            target.assign(whole)
+
+    def _states_beside(self, parts: Sequence[WeightPart]) -> list[tuple[Any, Ownership]]:
+        """Returns the states of owned weights that every replica has, such as Adafactor's rows, with their owners."""
+        found = []
+        for part in parts:
+            if isinstance(part.partition, Ownership):
+                for state in keras_internals.states_of_weight(self._optimizer, part.whole):
+                    if not isinstance(state.value, ShardedState) and not is_accumulator(state):
+                        owned = dataclasses.replace(part.partition, shape=tuple(state.shape))
+                        found.append((state.value, owned))
+        return found
 
 
-def gathered(parts: Sequence[tf.Tensor], partitions: Sequence[Partition], step: Any) -> list[tf.Tensor]:
+def gathered(parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Any) -> list[tf.Tensor]:
     """Gathers tensors of which each replica has its part: part shapes -> shapes of the partitions."""
     return tf.distribute.get_strategy().extended.reducer.gather_parts(parts, partitions, step) if parts else []
 

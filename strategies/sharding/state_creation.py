@@ -1,7 +1,8 @@
 """Makes the state of optimizers in parts: recognizes it when Keras creates it, and creates a part on each replica."""
 
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -10,14 +11,15 @@ from absl import logging
 
 from tfdist._compat import keras_internals
 from tfdist.strategies.sharding.elementwise import is_elementwise
-from tfdist.strategies.sharding.part_reducer import PartReducer
-from tfdist.strategies.sharding.part_tensors import part_of
+from tfdist.strategies.sharding.ownership import Ownership, owners
+from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.weight_part import tensorflow_variable
 
 _MODES = (None, "optimizer")
-# Keras' name for gradients that no replica has exchanged yet, so each replica has others.
-_ACCUMULATOR = "gradient_accumulator"
+# Keras' names for gradients that no replica has exchanged yet, so each replica has others, and for moving averages.
+_ACCUMULATOR, _AVERAGE = "gradient_accumulator", "average"
 # The weights with sharded state, by their `id`.
 _weights: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _warned: set[str] = set()
@@ -29,38 +31,42 @@ def check_model_sharding(model_sharding: Any) -> None:
         raise ValueError(f"`model_sharding` must be one of {', '.join(map(repr, _MODES))}, got {model_sharding!r}.")
 
 
-def is_state_to_shard(strategy: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a variable that is about to be made is an optimizer's state for one weight, which can be sharded.
+def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> Division | None:
+    """Returns how to divide a variable about to be made, if it is an optimizer's state for one weight; else `None`.
 
     Keras places such a state with its weight, by the public `colocate_vars_with` of a strategy, so the arguments of the
     creation name the weight. Values that an optimizer keeps for itself, such as counters, are placed with no weight.
     """
     weight, maker = kwargs.get("colocate_with"), next(iter(keras_internals.open_scopes()), None)
     if not isinstance(weight, tf.Variable) or getattr(weight, "distribute_strategy", None) is not strategy:
-        return False
-    if not isinstance(maker, keras.optimizers.Optimizer) or not weight.dtype.is_floating:
-        return False
-    if str(kwargs.get("name")).endswith(_ACCUMULATOR):
-        return False
-    if not is_elementwise(maker):
+        return None
+    name, shape = str(kwargs.get("name")), tuple(weight.shape)
+    if not isinstance(maker, keras.optimizers.Optimizer) or not weight.dtype.is_floating or name.endswith(_ACCUMULATOR):
+        return None
+    if is_elementwise(maker) or name.endswith(f"_{_AVERAGE}"):
+        return Partition.of(shape, shards)
+    trained = [tensorflow_variable(each) for each in keras_internals.trained_variables(maker)]
+    place = next((i for i, each in enumerate(trained) if each is weight), None)
+    if place is None:
         _warn_of_whole_state(type(maker).__name__)
-        return False
-    return True
+        return None
+    return Ownership(shape, shards, owners([math.prod(each.shape) for each in trained], shards)[place])
 
 
-def make_sharded_state(next_creator: Any, kwargs: Mapping[str, Any], parts: PartReducer) -> ShardedState:
+def make_sharded_state(
+    next_creator: Any, kwargs: Mapping[str, Any], partition: Division, shard_of: Callable[[int], int]
+) -> ShardedState:
     """Makes the state of an optimizer for one weight, a part on each replica of this worker.
 
     The whole initial value exists for a moment on each device.
     """
     weight, initial = kwargs["colocate_with"], kwargs["initial_value"]
-    partition = Partition.of(tuple(weight.shape), parts.shards)
     own = {key: value for key, value in kwargs.items() if key not in ("colocate_with", "caching_device")}
 
     def make(replica: int, device: str) -> tf.Variable:
         def initial_part() -> tf.Tensor:
             value = initial() if callable(initial) else initial
-            return part_of(partition, value, parts.shard_of(replica))
+            return part_of(partition, value, shard_of(replica))
 
         name = f"{kwargs.get('name')}/replica_{replica}/" if replica else kwargs.get("name")
         with tf.device(device):
@@ -87,8 +93,7 @@ def _warn_of_whole_state(kind: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
         logging.warning(
-            "model_sharding='optimizer' does nothing for %s, whose update is not known to work element by element. Use "
-            "Adam, AdamW, SGD or another such optimizer; or set `updates_elementwise = True` in its class if each "
-            "element of a weight is updated by itself.",
+            "model_sharding='optimizer' does nothing for %s, which makes its state before `build` of its parent class, "
+            "so that it is not known which weights it trains. Call `super().build(variables)` first.",
             kind,
         )

@@ -3,10 +3,16 @@
 import operator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdist.strategies.sharding.part_tensors import part_of
-from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.ownership import Ownership
+from tfdist.strategies.sharding.part_tensors import Division, part_of
+
+
+def tensorflow_variable(variable: Any) -> Any:
+    """Returns the TensorFlow variable of a Keras variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 class WeightPart:
@@ -15,18 +21,22 @@ class WeightPart:
     An assignment changes this object, not the variable. The new parts of all replicas are put together afterwards.
 
     Args:
-      variable: The variable, as a distributed variable of TensorFlow.
+      variable: The variable, of Keras or TensorFlow.
       partition: How it is divided.
       shard: The number of the part.
 
     Attributes:
       partition: As given.
-      whole: The variable.
+      whole: The distributed variable of TensorFlow.
+      path: Its path, by which some optimizers choose an update.
+      is_empty: Whether another shard owns the whole weight.
     """
 
-    def __init__(self, variable: Any, partition: Partition, shard: int):
-        self.whole, self.partition = variable, partition
-        self._value = part_of(partition, variable, shard)
+    def __init__(self, variable: Any, partition: Division, shard: int):
+        self.whole, self.partition = tensorflow_variable(variable), partition
+        self.path = getattr(variable, "path", self.whole.name)
+        self._value = part_of(partition, self.whole, shard)
+        self.is_empty = isinstance(partition, Ownership) and partition.owner != shard
 
     @property
     def shape(self) -> tf.TensorShape:

@@ -48,6 +48,8 @@ __all__ = [
     "put_losses_back",
     "set_global_seed_generator",
     "source_of",
+    "states_of_weight",
+    "trained_variables",
     "unmatched_compiled",
 ]
 
@@ -221,6 +223,29 @@ def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:
         return [optimizer._get_variable_index(variable) for variable in variables]
     except KeyError:
         return []
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer has been built for; an empty list before.
+
+    Without it: weights cannot be divided among replicas before their optimizer state is made.
+    """
+    return optimizer._trainable_variables
+
+
+def states_of_weight(optimizer: Any, variable: Any) -> list[keras.Variable]:
+    """Returns an optimizer's variables for one weight, which it keeps in lists in the order of its weights.
+
+    Without it: Adafactor's state is right on the replica that updates a weight only.
+    """
+    try:
+        place = optimizer._get_variable_index(variable)
+    except KeyError:
+        return []
+    known = {id(each) for each in optimizer.variables}
+    number = len(optimizer._trainable_variables)
+    lists = [each for each in vars(optimizer).values() if isinstance(each, list) and len(each) == number]
+    return list({id(e[place]): e[place] for e in lists if id(e[place]) in known}.values())
 
 
 def paths_in_optimizer(optimizer: Any, places: list[int]) -> list[str]:

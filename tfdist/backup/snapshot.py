@@ -62,6 +62,7 @@ class FitStates:
     def __init__(self, fit: TrainedFit):
         self._providers = [kind(fit) for kind in PROVIDERS]
         self._replicas = fit.model.distribute_strategy.num_replicas_in_sync
+        self._sharding = getattr(fit.model.distribute_strategy, "model_sharding", None)
 
     def of_kind(self, kind: type[Provider]) -> Provider:
         """Returns the `StateProvider` of a class, such as `InputPosition`."""
@@ -76,7 +77,11 @@ class FitStates:
             described,
             _joined({name: state.shared for name, state in states.items()}),
             _joined({name: state.own for name, state in states.items()}),
-            {"progress": progress.to_json(), "states": {name: state.plain for name, state in states.items()}},
+            {
+                "progress": progress.to_json(),
+                "model_sharding": self._sharding,
+                "states": {name: state.plain for name, state in states.items()},
+            },
             {name: state.own_plain for name, state in states.items()},
             lambda: _joined({name: arrays() for name, arrays in late.items()}),
         )
@@ -91,7 +96,8 @@ class FitStates:
         """
         shared, plain = read_part(commit, "state")
         progress, before = FitProgress.from_json(plain["progress"]), commit.manifest["workers"]
-        is_alike = (agreement.workers, self._replicas) == (before, progress.replicas)
+        here = (agreement.workers, self._replicas, self._sharding)
+        is_alike = here == (before, progress.replicas, plain.get("model_sharding"))
         parts = [_read_worker(commit, worker, is_alike) for worker in ([agreement.own] if is_alike else range(before))]
         states = {
             name: SavedState(

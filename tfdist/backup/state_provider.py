@@ -83,7 +83,7 @@ class SavedState:
       shared: Arrays that are equal on all workers. `plain` is JSON that is.
       parts: The state that this worker saved if `is_alike`; otherwise the states of all former workers.
       worker: Number of this worker.
-      is_alike: Whether the commit was made by the present number of workers and replicas.
+      is_alike: Whether the commit was made by as many workers and replicas as now, with the same `model_sharding`.
       finished: Number of `fit`s that this process has finished.
       is_reread: Whether this process has read the input again, up to the position of the commit.
     """

@@ -16,6 +16,8 @@ from tfdist.backup.state_provider import CapturedState, SavedState, StateProvide
 from tfdist.errors import BackupError
 from tfdist.strategies.distributed_optimizer import optimizers_of
 from tfdist.strategies.distributed_variables import OptimizerVariable, RandomStateVariable, StatisticVariable
+from tfdist.strategies.sharding.part_tensors import whole_of_arrays
+from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 
 _COUNTED = re.compile(r"_[0-9]+(?=$|[/_])")  # Keras numbers layers per process. A rebuilt model has new numbers.
 
@@ -28,7 +30,7 @@ class Slot:
       key: Kind and position, such as "weight/3". Variables of the kinds "metric" and "random" may appear and disappear.
       name: Path of the variable, without Keras' counters.
       variable: The Keras variable.
-      own: Whether each replica has its own value, as for metrics in progress and accumulated gradients.
+      own: Whether each replica has its own value, as for metrics in progress, accumulated gradients and sharded state.
     """
 
     key: str
@@ -158,6 +160,12 @@ class VariableStates(StateProvider):
             if is_left or saved.plain.get(slot.key) != slot.described:
                 continue
             locals_, was_shared = slot.locals(), slot.key in saved.shared
+            if not (saved.is_alike or was_shared) and _was_sharded(slot):
+                self._assign_whole(slot, _joined(slot, [part.arrays for part in saved.parts]))
+                continue
+            if was_shared and isinstance(slot.variable.value, ShardedState):
+                self._assign_whole(slot, saved.shared[slot.key])
+                continue
             values = [saved.shared[slot.key]] if was_shared else []
             if not was_shared:
                 values = [each for part in saved.parts for each in _replicas(slot.key, part.arrays)]
@@ -167,6 +175,11 @@ class VariableStates(StateProvider):
                 values *= len(locals_)
             for local, value in zip(locals_, values, strict=True):
                 local.assign(value)
+
+    def _assign_whole(self, slot: Slot, value: np.ndarray) -> None:
+        """Gives a variable its whole value, of which each replica may take a part."""
+        with self._fit.model.distribute_strategy.scope():
+            slot.variable.value.assign(value)
 
 
 def _build_optimizers(model: keras.Model) -> None:
@@ -193,9 +206,20 @@ def _replicas(key: str, part: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
         replica += 1
 
 
+def _was_sharded(slot: Slot) -> bool:
+    """Whether a variable of which each replica has saved a value of its own was sharded optimizer state."""
+    return slot.key.startswith("optimizer/") and not is_accumulator(slot.variable)
+
+
+def _joined(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """Returns the whole value of sharded state from the arrays that all former workers have saved."""
+    values = list(zip(*(_replicas(slot.key, part) for part in parts), strict=True))  # [replica][worker]
+    return whole_of_arrays(tuple(slot.variable.shape), [value for workers in values for value in workers])
+
+
 def _spread(slot: Slot, saved: list[np.ndarray], replicas: int, is_first: bool) -> list[np.ndarray]:
     """Returns a variable's values for the replicas of a worker, from those of a run with other replicas."""
-    if slot.variable.aggregation == "sum" or "gradient_accumulator" in slot.name:
+    if slot.variable.aggregation == "sum" or is_accumulator(slot.variable):
         total = np.sum(saved, axis=0, dtype=saved[0].dtype)
         return [total if is_first and replica == 0 else np.zeros_like(total) for replica in range(replicas)]
     if any(not np.array_equal(value, saved[0]) for value in saved):
@@ -209,10 +233,12 @@ def _is_own(variable: keras.Variable, kind: str) -> bool:
     value = variable.value
     if not isinstance(value, tf.distribute.DistributedValues):
         return False
+    if isinstance(value, ShardedState):
+        return True
     if kind == "random":  # Random draws have no common order, so states differ between replicas.
         return True
     if isinstance(value, OptimizerVariable | StatisticVariable | RandomStateVariable):
-        return kind == "optimizer" and "gradient_accumulator" in variable.path
+        return kind == "optimizer" and is_accumulator(variable)
     return not value.trainable  # as it was made: a variable frozen later is equal everywhere
 
 

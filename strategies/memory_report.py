@@ -1,0 +1,114 @@
+"""What the variables of a strategy take of the memory of each replica, with and without sharding."""
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.readable_numbers import size
+from tfdist.strategies.distributed_variables import OptimizerVariable, WeightVariable
+from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of memory that a strategy's variables take on the replica of this worker that takes the most.
+
+    Counts variables, not what the program computes with them, such as activations.
+
+    Attributes:
+      weights: Weights that are trained.
+      gradients: Gradients of these weights while a step computes them, of the same size.
+      optimizer_state: State of optimizers.
+      accumulated_gradients: Gradients that `gradient_accumulation_steps` adds up.
+      residuals: What compression keeps from step to step.
+      other: Other variables, such as statistics of layers and metrics.
+      whole_optimizer_state: What `optimizer_state` would be without sharding.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    accumulated_gradients: int
+    residuals: int
+    other: int
+    whole_optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        kinds = (self.weights, self.gradients, self.optimizer_state, self.accumulated_gradients)
+        return sum(kinds) + self.residuals + self.other
+
+    @property
+    def whole_total(self) -> int:
+        """What `total` would be without sharding."""
+        return self.total - self.optimizer_state + self.whole_optimizer_state
+
+    def __str__(self) -> str:
+        rows = {
+            "weights": (self.weights, self.weights),
+            "gradients": (self.gradients, self.gradients),
+            "optimizer state": (self.optimizer_state, self.whole_optimizer_state),
+            "accumulated gradients": (self.accumulated_gradients, self.accumulated_gradients),
+            "residuals": (self.residuals, self.residuals),
+            "other variables": (self.other, self.other),
+            "total": (self.total, self.whole_total),
+        }
+        lines = [f"{'on each replica':22}{'now':>12}{'unsharded':>12}"]
+        lines += [f"{name:22}{size(now):>12}{size(whole):>12}" for name, (now, whole) in rows.items()]
+        return "\n".join(lines)
+
+
+class MadeVariables:
+    """The variables that a strategy has made and the program still holds."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Any]] = []
+
+    def add(self, variable: Any) -> None:
+        """Notes a new variable."""
+        self._known.append(weakref.ref(variable))
+
+    def report(self, residuals: int) -> MemoryReport:
+        """Returns the memory of the variables; `residuals` are those of a replica in bytes."""
+        variables = [variable for known in self._known if (variable := known()) is not None]
+        kinds: dict[str, list[Any]] = {}
+        for variable in variables:
+            kinds.setdefault(_kind_of(variable), []).append(variable)
+        weights = _on_one_replica(kinds.get("weights", ()))
+        state = kinds.get("optimizer_state", [])
+        return MemoryReport(
+            weights=weights,
+            gradients=weights,
+            optimizer_state=_on_one_replica(state),
+            accumulated_gradients=_on_one_replica(kinds.get("accumulated_gradients", ())),
+            residuals=residuals,
+            other=_on_one_replica(kinds.get("other", ())),
+            whole_optimizer_state=sum(map(_whole_bytes, state)),
+        )
+
+
+def _kind_of(variable: Any) -> str:
+    if isinstance(variable, OptimizerVariable | ShardedState):
+        return "accumulated_gradients" if is_accumulator(variable) else "optimizer_state"
+    return "weights" if isinstance(variable, WeightVariable) and variable.trainable else "other"
+
+
+def _on_one_replica(variables: Iterable[Any]) -> int:
+    """Returns the bytes of the replica of this worker that takes the most."""
+    replicas = zip(*(map(_bytes, getattr(each, "values", (each,))) for each in variables), strict=True)
+    return max((sum(sizes) for sizes in replicas), default=0)
+
+
+def _bytes(variable: tf.Variable) -> int:
+    return math.prod(variable.shape) * variable.dtype.size
+
+
+def _whole_bytes(variable: Any) -> int:
+    if isinstance(variable, ShardedState):
+        return math.prod(variable.partition.shape) * variable.dtype.size
+    return _bytes(variable)

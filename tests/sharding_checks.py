@@ -1,0 +1,111 @@
+"""Small trainings with sharded optimizer state, which tests run in worker processes."""
+
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, optimizers
+
+from keras_features import start_anew
+from keras_features import strategy_of as strategy
+from strategy_checks import own_index
+from tfdist.strategies.sharding.sharded_state import ShardedState
+
+ROWS, BATCH = 96, 24
+OPTIMIZERS = {
+    "adam": lambda: optimizers.Adam(0.01),
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "sgd": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "lion": lambda: optimizers.Lion(0.001),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "clipvalue": lambda: optimizers.Adam(0.01, clipvalue=0.01),
+    "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "average_at_end": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5),
+    "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2, weight_decay=0.1),
+    "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
+    "muon": lambda: optimizers.Muon(0.01),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "lamb": lambda: optimizers.Lamb(0.01),
+}
+# TensorFlow computes 1 / sqrt(x) differently at the end of a tensor, and norms are summed in another order.
+ROUNDED = {
+    "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+    "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.1),
+    "global_clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
+}
+
+
+def data():
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(ROWS, 7)).astype("float32")
+    return x, (x @ draws.normal(size=(7, 3))).astype("float32")
+
+
+def build(optimizer, place):
+    start_anew()
+    with place.scope():
+        model = keras.Sequential(
+            [
+                *(layers.Input((7,)), layers.Dense(33, activation="tanh"), layers.BatchNormalization()),
+                *(layers.Dense(10), layers.Dense(3)),
+            ]
+        )
+        model.compile({**OPTIMIZERS, **ROUNDED}[optimizer](), "mse")
+    return model
+
+
+def train(model):
+    return model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+
+def results(model, losses):
+    """Returns what a training has computed, and the bytes of optimizer state on each replica of this worker."""
+    place = model.distribute_strategy
+    state = [variable.numpy() for variable in model.optimizer.variables if "gradient_accum" not in variable.path]
+    local = [place.experimental_local_results(variable.value) for variable in model.optimizer.variables]
+    sharded = [values for values, of in zip(local, model.optimizer.variables, strict=True) if is_sharded(of)]
+    taken = [sum(value.numpy().nbytes for value in replica) for replica in zip(*sharded, strict=True)]
+    whole = sum(np.prod(each.shape) * 4 for each in model.optimizer.variables if is_sharded(each))
+    return {"losses": losses, "weights": model.get_weights(), "state": state, "bytes": taken, "whole": int(whole)}
+
+
+def is_sharded(variable):
+    return isinstance(variable.value, ShardedState)
+
+
+def trained(placement, optimizer, sharding):
+    model = build(optimizer, strategy(placement, model_sharding=sharding))
+    return results(model, train(model))
+
+
+def round_trip(placement, folder, saved_with, loaded_with):
+    """Trains, saves and loads a model, and trains on. Returns the results, and those of the same model unloaded."""
+    model = build("adam", strategy(placement, model_sharding=saved_with))
+    train(model)
+    path = os.path.join(folder, f"{own_index() if placement.startswith('2') else 0}.keras")
+    model.save(path)
+    with strategy(placement, model_sharding=loaded_with).scope():
+        loaded = keras.models.load_model(path)
+    return results(loaded, train(loaded)), results(model, train(model))
+
+
+def report(placement, sharding):
+    place = strategy(placement, model_sharding=sharding)
+    before = place.memory_report()
+    model = build("adam", place)
+    model.optimizer.build(model.trainable_variables)
+    after = place.memory_report()
+    return before.optimizer_state, after.optimizer_state - before.optimizer_state, after, model.count_params()
+
+
+def plain_apply(placement):
+    """Applies gradients in a custom loop without a view of the optimizer."""
+    place = strategy(placement, model_sharding="optimizer")
+    model = build("adam", place)
+    variables = model.trainable_variables
+    place.run(tf.function(lambda: model.optimizer.apply([tf.ones(v.shape) for v in variables], variables)))

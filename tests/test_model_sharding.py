@@ -1,0 +1,74 @@
+"""Training with sharded optimizer state equals training without, in the memory of its share."""
+
+import numpy as np
+import pytest
+
+import sharding_checks as checks
+import tfdist
+
+
+def placements(names, number):
+    """Returns parameters (placement, name): each name on one placement of two replicas, elsewhere `exhaustive`."""
+    return [
+        pytest.param(place, name, marks=() if which == i % number else pytest.mark.exhaustive)
+        for i, name in enumerate(names)
+        for which, place in enumerate(["1x2", "2x1", "2x2"])
+    ]
+
+
+def assert_close(result, expected, tolerance):
+    for kind in ("losses", "weights", "state"):
+        for own, other in zip(result[kind], expected[kind], strict=True):
+            np.testing.assert_allclose(own, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("placement", "optimizer"), placements(checks.OPTIMIZERS, 2))
+def test_sharded_state_gives_the_same_bits(placement, optimizer, pools):
+    whole = pools(placement).run(checks.trained, placement, optimizer, None)
+    sharded = pools(placement).run(checks.trained, placement, optimizer, "optimizer")
+
+    for result, expected in zip(sharded, whole, strict=True):
+        assert_close(result, expected, tolerance=1e-6 if placement == "2x2" else 0)
+        assert result["whole"] and not expected["whole"]
+
+
+@pytest.mark.parametrize(("placement", "optimizer"), placements(checks.ROUNDED, 2))
+def test_sharded_state_gives_the_same_results(placement, optimizer, pools):
+    whole = pools(placement).run(checks.trained, placement, optimizer, None)
+    sharded = pools(placement).run(checks.trained, placement, optimizer, "optimizer")
+
+    for result, expected in zip(sharded, whole, strict=True):
+        assert_close(result, expected, tolerance=1e-5)
+
+
+def test_each_replica_keeps_its_share(pools):
+    result = pools("1x2").run(checks.trained, "1x2", "adam", "optimizer")[0]
+
+    assert max(result["bytes"]) <= 1.03 * result["whole"] / 2
+
+
+@pytest.mark.parametrize("saved_with", [None, "optimizer"])
+@pytest.mark.parametrize("loaded_with", [None, "optimizer"])
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
+def test_files_do_not_depend_on_sharding(placement, saved_with, loaded_with, pools, tmp_path):
+    for result, expected in pools(placement).run(checks.round_trip, placement, str(tmp_path), saved_with, loaded_with):
+        assert_close(result, expected, tolerance=0)
+
+
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
+def test_memory_report_counts_parts(placement, pools):
+    for _, state, report, parameters in pools(placement).run(checks.report, placement, "optimizer"):
+        assert 4 * parameters * 0.9 <= state <= 4 * parameters * 1.1  # Two states for each weight, half of each.
+        assert report.whole_optimizer_state > 1.8 * report.optimizer_state
+        assert "optimizer state" in str(report)
+
+
+def test_apply_without_a_view_is_refused(pools):
+    with pytest.raises(tfdist.testing.WorkerError) as error:
+        pools("1x2").run(checks.plain_apply, "1x2")
+    assert "strategy.distributed_optimizer(optimizer)" in str(error.value.__cause__)
+
+
+def test_unknown_modes_are_refused():
+    with pytest.raises(ValueError, match="`model_sharding` must be one of None, 'optimizer', got 'weights'"):
+        tfdist.MirroredStrategy(["CPU:0"], model_sharding="weights")
