@@ -43,6 +43,6 @@ def check_is_read_in_company() -> None:
     if what is not None:
         raise ClusterError(
             f"With model_sharding, each worker has a part of the optimizer's state, so all workers must save it, but "
-            f"{what} runs on the chief alone. Save weights only (`save_weights_only=True`, `save_weights`), use "
-            "`BackupAndRestore`, or call `model.save` on all workers, each with a path of its own."
+            f"{what} runs on the chief alone. Use `tfdist.callbacks.ModelCheckpoint`, save weights only "
+            "(`save_weights`), or call `model.save` on all workers, each with a path of its own."
         )

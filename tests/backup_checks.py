@@ -133,10 +133,10 @@ def noisy(x):
     )
 
 
-def make_strategy(placement, compressed):
+def make_strategy(placement, compressed, sharding=None):
     """Returns a new strategy at each call, as in a new process, because the state of codecs belongs to a strategy."""
     make = tfdist.MirroredStrategy if placement.startswith("1x") else tfdist.MultiWorkerMirroredStrategy
-    return make(compression=COMPRESSION.get(compressed))
+    return make(compression=COMPRESSION.get(compressed), model_sharding=sharding)
 
 
 def data():
@@ -232,6 +232,7 @@ def train(
     *,
     data_kind="arrays",
     compressed=None,
+    sharding=None,
     epochs=EPOCHS,
     fits=1,
     break_off=None,
@@ -243,7 +244,7 @@ def train(
     **options,
 ):
     """Trains until `break_off`, a step or [worker, step]. Returns all state of the training, or None if broken off."""
-    strategy = None if placement == "plain" else make_strategy(placement, compressed)
+    strategy = None if placement == "plain" else make_strategy(placement, compressed, sharding)
     model = build(strategy, **(model or {}))
     worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
     broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []
@@ -501,3 +502,22 @@ def resumed_with_more(directory):
         train_on(None, BackupAndRestore(directory, save_freq=3), BreakOff(1, kills=False))
     except BrokenOffError:
         return train_on(tfdist.MirroredStrategy(), BackupAndRestore(directory, save_freq=3)), train_on(None)
+
+
+def resumed_with_other_parts(directory, before, after):
+    """Continues a training on a strategy made by the arguments `after`, which it began by `before`; also unbroken."""
+    x, y = data()
+
+    def train_on(arguments, *callbacks):
+        start_anew()
+        with tfdist.MirroredStrategy(**arguments).scope():
+            model = keras.Sequential([layers.Input((9,)), layers.Dense(15, activation="tanh"), layers.Dense(4)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(0.01, use_ema=True), loss)
+        fit = model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, callbacks=callbacks, verbose=0)
+        assert len(fit.epoch) == 3
+        return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+    with contextlib.suppress(BrokenOffError):
+        train_on(before, BackupAndRestore(directory, save_freq=4), BreakOff(9, kills=False))
+    return train_on(after, BackupAndRestore(directory, save_freq=4)), train_on(after)

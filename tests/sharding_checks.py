@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, optimizers
 
+import tfdist
 from keras_features import start_anew
 from keras_features import strategy_of as strategy
 from strategy_checks import own_index
@@ -92,6 +93,22 @@ def round_trip(placement, folder, saved_with, loaded_with):
     with strategy(placement, model_sharding=loaded_with).scope():
         loaded = keras.models.load_model(path)
     return results(loaded, train(loaded)), results(model, train(model))
+
+
+def saved_by_callback(placement, folder, whole):
+    """Trains with a `ModelCheckpoint`. Returns the results, and those of the loaded file on the chief."""
+    place = strategy(placement, model_sharding="optimizer")
+    model = build("adam", place)
+    path = os.path.join(folder, "model.keras" if whole else "model.weights.h5")
+    callback = tfdist.callbacks.ModelCheckpoint(path, save_weights_only=not whole)
+    losses = model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+    result = results(model, losses.history["loss"])
+    if not whole:
+        model.load_weights(path)
+        return result, result
+    loaded = keras.models.load_model(path)
+    state = [variable.numpy() for variable in loaded.optimizer.variables]
+    return result, {**result, "weights": loaded.get_weights(), "state": state}
 
 
 def report(placement, sharding):

@@ -111,6 +111,7 @@ REPLICATED = {
     "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
     "steps_per_execution that leaves a rest": {"breaks": [10, 16], "save_freq": 4, "model": {"steps": 4}},
     "balanced": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
+    "sharded": {"breaks": [9], "save_freq": 4, "sharding": "optimizer", "model": {"accumulate": 2, "averages": True}},
     "balanced, evaluates": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "evaluates": True},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
     "balanced, shorter epochs": {"breaks": [5], "save_freq": 2, "data_kind": "balanced, shorter epochs"},
@@ -952,3 +953,18 @@ def test_an_unreported_commit_is_reported_when_it_is_restored(note, expected, tm
         (tmp_path / "committed").write_text(note)
     commit_writer.tell_of_untold("/b", 7)
     assert [path.read_text() for path in tmp_path.iterdir()] == [expected][: expected is not None]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"model_sharding": "optimizer"}, {}),
+        ({}, {"model_sharding": "optimizer"}),
+        ({"model_sharding": "optimizer"}, {"devices": ["CPU:0"]}),
+    ],
+)
+def test_sharded_state_is_restored_with_other_parts(before, after, pools, tmp_path):
+    resumed, unbroken = pools("1x2").run(checks.resumed_with_other_parts, str(tmp_path / "backup"), before, after)[0]
+
+    for own, other in zip(resumed, unbroken, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)

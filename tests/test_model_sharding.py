@@ -55,6 +55,12 @@ def test_files_do_not_depend_on_sharding(placement, saved_with, loaded_with, poo
         assert_close(result, expected, tolerance=0)
 
 
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_model_checkpoint_saves_state_of_all_workers(whole, pools, tmp_path):
+    for result, loaded in pools("2x1").run(checks.saved_by_callback, "2x1", str(tmp_path), whole):
+        assert_close(loaded, result, tolerance=0)
+
+
 @pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
 def test_memory_report_counts_parts(placement, pools):
     for _, state, report, parameters in pools(placement).run(checks.report, placement, "optimizer"):

@@ -1,6 +1,6 @@
 """Optimizer state of which each replica keeps its own part, such as a part of Adam's momenta."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 
+_VALUE_IN_CHECKPOINTS = "VARIABLE_VALUE"  # The name of a variable's value in files of `tf.train.Checkpoint`.
 _ACCUMULATOR = "gradient_accumulator"  # Keras' name for them.
 
 
@@ -52,6 +53,12 @@ class ShardedState(tf_internals.MirroredVariable):
             with tf.device(own.device):
                 update_fn(own, part_of(self.partition, value, shard_of(replica)), **kwargs)
         return self
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {_VALUE_IN_CHECKPOINTS: self.read_value()}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+        return self.assign(restored_tensors[_VALUE_IN_CHECKPOINTS])
 
     def __getattr__(self, name: str) -> Any:
         # TensorFlow would look the attribute up in the value, which would be gathered from all workers for that.

@@ -84,6 +84,8 @@ _NAMES_BY_FEATURE = {
     "variables that replicas update": (
         *(f"{_VALUES}MirroredVariable.{name}" for name in ("_get_on_device_or_primary", "_update_replica")),
         *(f"{_VALUES}MirroredVariable.{name}" for name in ("_get_as_operand|_get", "_dense_var_to_tensor")),
+        *(f"{_VALUES}MirroredVariable.{name}" for name in ("_get", "_update_cross_replica")),
+        *(f"{_VALUES}MirroredVariable.{name}" for name in ("_serialize_to_tensors", "_restore_from_tensors")),
         f"{_VALUES}SyncOnReadVariable",
     ),
     "steps that are a `tf.function`": (
@@ -157,6 +159,10 @@ _NAMES_BY_FEATURE = {
         *(f"{_OPTIMIZER}.{name}" for name in ("_all_reduce_sum_gradients(filtered_grads_and_vars)", "_clip_gradients")),
         *(f"{_OPTIMIZER}.{name}" for name in ("_backend_apply_gradients", "_trainable_variables", "_iterations")),
         f"{_OPTIMIZER}._get_variable_index",
+        *(f"{_OPTIMIZER}.{name}" for name in ("_apply_weight_decay", "_backend_update_step")),
+        f"{_OPTIMIZER}._update_model_variables_moving_average",
+        f"{_OPTIMIZER}._overwrite_model_variables_with_average_value",
+        f"{_OPTIMIZER}._model_variables_moving_average",
         "?keras.src.optimizers.multi_optimizer:MultiOptimizer._inner_optimizers",
         "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._stateful_handle_finite_grads(self)",
     ),

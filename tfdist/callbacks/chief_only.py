@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import os
+import tempfile
 import types
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ class ChiefOnly:
     """
 
     _is_chief = True
+    _needs_all = False  # Whether hooks run on all workers, since the chief cannot do its work alone.
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes only the chief run the hooks that the class defines or inherits from an unguarded callback."""
@@ -61,6 +64,8 @@ def _on_chief(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_on_chief_alone():  # Another hook calls this one, for example by `super()`.
             return hook(self, *args, **kwargs)
+        if self._needs_all and name != "on_train_end":
+            return self._with_all(functools.partial(hook, self, *args, **kwargs))
         agreement = _agreement_of(self) if name == "on_train_end" else None
         what = f"the callback {type(self).__name__!r}"
         if not self._is_chief:
@@ -112,7 +117,28 @@ def _training_on(callback: Any) -> Iterator[None]:
 
 
 class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
-    """`keras.callbacks.ModelCheckpoint`, written by the chief. The files exist on all workers when `fit` returns."""
+    """`keras.callbacks.ModelCheckpoint`, written by the chief. The files exist on all workers when `fit` returns.
+
+    If the optimizer's state is sharded, all workers take part when the whole model is saved. The others write a file of
+    their own to a temporary folder, since Keras decides in which order the state is read.
+    """
+
+    @property
+    def _needs_all(self) -> bool:  # type: ignore[override]
+        strategy = self.model.distribute_strategy
+        is_sharded = getattr(strategy, "model_sharding", None) is not None
+        return is_sharded and not self.save_weights_only and tf_internals.number_of_workers(strategy) > 1
+
+    def _with_all(self, hook: Callable[[], Any]) -> Any:
+        if self._is_chief:
+            return hook()
+        path = self.filepath
+        with tempfile.TemporaryDirectory() as folder:
+            self.filepath = os.path.join(folder, os.path.basename(path))
+            try:
+                return hook()
+            finally:
+                self.filepath = path
 
 
 class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
