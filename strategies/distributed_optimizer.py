@@ -290,7 +290,9 @@ def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | 
     present_at = [i for i, grad in enumerate(grads) if grad is not None]
     of = [step.variables[i] for i in present_at]
     divided = [partitions[i] for i in present_at] if partitions else []
-    summed = _to_present(lambda present: reduce(ReductionRequest(op, present, optimizer, of, divided), step), grads)
+    summed = _to_present(
+        lambda present: reduce(ReductionRequest(op, present, optimizer, of, partitions=divided), step), grads
+    )
     step.observed.summed_gradients += [grad for grad in summed if grad is not None]
     return summed
 

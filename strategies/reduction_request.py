@@ -20,7 +20,7 @@ class ReductionRequest:
     # The optimizer that applies the values, if they are its gradients, which codecs may encode; else `None`.
     optimizer: Any = None
     variables: Sequence[Any] = ()  # The variables of the gradients; empty if unknown.
+    options: Any = None  # TensorFlow's `CommunicationOptions`; encoded gradients do without them.
     # How each value is divided among the replicas, which get their part of the sum; `None` for a whole sum. Empty if no
     # value is divided.
     partitions: Sequence[Division | None] = ()
-    options: Any = None  # TensorFlow's `CommunicationOptions`; encoded gradients do without them.

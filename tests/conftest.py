@@ -42,6 +42,7 @@ UNIT = {
         "test_failure_kinds",
         "test_goodput",
         "test_live_table",
+        "test_model_sharding_parts",
         "test_output",
         "test_private_names",
         "test_replica_speed",

@@ -69,6 +69,10 @@ def test_memory_report_counts_parts(placement, pools):
         assert "optimizer state" in str(report)
 
 
+def test_reads_outside_of_steps_are_whole(pools):
+    assert all(pools("1x2").run(checks.read_outside)[0])
+
+
 def test_apply_without_a_view_is_refused(pools):
     with pytest.raises(tfdist.testing.WorkerError) as error:
         pools("1x2").run(checks.plain_apply, "1x2")

@@ -40,7 +40,8 @@ class ShardedState(tf_internals.MirroredVariable):
         return state
 
     def _get(self):
-        if tf.distribute.get_replica_context() is not None:
+        # Outside of any strategy's scope TensorFlow has a replica context too.
+        if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
             return super()._get()
         return self.distribute_strategy.extended.gathered(self)
 
