@@ -44,6 +44,9 @@ class OptimizerVariable(_Scalar, tf_internals.MirroredVariable):
     """Optimizer state, including counters, assigned on each replica by itself, since all compute the same value."""
 
     def _update_replica(self, update_fn, value, **kwargs):
+        step = current_step()
+        if step is not None and step.sharded_update is not None:
+            step.sharded_update.assigned.append(self)
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
 
 

@@ -130,6 +130,27 @@ def read_outside():
     return [np.array_equal(each, np.arange(np.prod(state.shape)).reshape(state.shape)) for each in reads]
 
 
+class Hidden(optimizers.Optimizer):
+    """An optimizer that scales gradients by a number for each weight, in a dict, which only the owner would update."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.counts = {}
+        for variable in variables:
+            self.add_variable_from_reference(variable, name="unused")
+            self.counts[variable.path] = self.add_variable((), name="count")
+
+    def update_step(self, gradient, variable, learning_rate):
+        count = next(iter(self.counts.values()))
+        self.assign_add(count, 1.0)
+        self.assign_sub(variable, gradient * learning_rate / count)
+
+
+def hidden_state():
+    OPTIMIZERS["hidden"] = lambda: Hidden(0.1)
+    return train(build("hidden", strategy("1x2", model_sharding="optimizer")))
+
+
 def plain_apply(placement):
     """Applies gradients in a custom loop without a view of the optimizer."""
     place = strategy(placement, model_sharding="optimizer")

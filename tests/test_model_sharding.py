@@ -79,6 +79,13 @@ def test_apply_without_a_view_is_refused(pools):
     assert "strategy.distributed_optimizer(optimizer)" in str(error.value.__cause__)
 
 
+@pytest.mark.exhaustive
+def test_state_of_unknown_weights_is_refused(pools):
+    with pytest.raises(tfdist.testing.WorkerError) as error:
+        pools("1x2").run(checks.hidden_state)
+    assert "it is not known for which weight" in str(error.value.__cause__)
+
+
 def test_unknown_modes_are_refused():
     with pytest.raises(ValueError, match="`model_sharding` must be one of None, 'optimizer', got 'weights'"):
         tfdist.MirroredStrategy(["CPU:0"], model_sharding="weights")

@@ -31,10 +31,15 @@ class ShardedUpdate:
       optimizer: The optimizer, with state for any variables that is sharded.
       variables: The variables to update, in the order of the gradients.
       step: The step of the replica.
+
+    Attributes:
+      partitions: How each variable is divided; `None` if it is not.
+      assigned: Optimizer state that every replica has, and that the update has assigned.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], step: Any):
         self._optimizer, self._step = optimizer, step
+        self.assigned: list[Any] = []
         self.partitions = partitions_of(optimizer, variables)
         self._shard = shard = tf.distribute.get_strategy().extended.parts.shard_of(step.replica)
         self._parts = {
@@ -61,15 +66,29 @@ class ShardedUpdate:
         """Gathers the parts of all replicas and assigns them to the variables.
 
         State of an owned weight that is not sharded itself travels along, since only the owner has updated it.
+
+        Raises:
+          ValueError: If an update of whole weights has assigned state of which the weight is not known.
         """
         parts = list(self._parts.values())
         beside = self._states_beside(parts)
+        if any(isinstance(part.partition, Ownership) for part in parts):
+            self._check_assigned([state for state, _ in beside])
         own = [part.read_value() for part in parts]
         own += [part_of(owned, state, self._shard) for state, owned in beside]
         divisions = [part.partition for part in parts] + [owned for _, owned in beside]
         targets = [part.whole for part in parts] + [state for state, _ in beside]
         for target, whole in zip(targets, gathered(own, divisions, self._step), strict=True):
             target.assign(whole)
+
+    def _check_assigned(self, known: Sequence[Any]) -> None:
+        unknown = [state.name for state in self.assigned if not any(state is each for each in known)]
+        if unknown:
+            raise ValueError(
+                f"With model_sharding='optimizer' one replica updates each weight of {self._optimizer.name!r}, "
+                f"which assigns {', '.join(map(repr, unknown))}, but it is not known for which weight. Make it by "
+                "`add_variable_from_reference`, or keep it in a list in the order of the weights."
+            )
 
     def _states_beside(self, parts: Sequence[WeightPart]) -> list[tuple[Any, Ownership]]:
         """Returns the states of owned weights that every replica has, such as Adafactor's rows, with their owners."""
