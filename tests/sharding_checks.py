@@ -115,15 +115,18 @@ def report(placement, sharding):
     place = strategy(placement, model_sharding=sharding)
     before = place.memory_report()
     model = build("adam", place)
-    model.optimizer.build(model.trainable_variables)
+    with place.scope():
+        model.optimizer.build(model.trainable_variables)
     after = place.memory_report()
     return before.optimizer_state, after.optimizer_state - before.optimizer_state, after, model.count_params()
 
 
 def read_outside():
     """Returns whether reads of state outside of the scope, of several kinds, give the whole value."""
-    model = build("adam", strategy("1x2", model_sharding="optimizer"))
-    model.optimizer.build(model.trainable_variables)
+    place = strategy("1x2", model_sharding="optimizer")
+    model = build("adam", place)
+    with place.scope():
+        model.optimizer.build(model.trainable_variables)
     state = next(each for each in model.optimizer.variables if is_sharded(each))
     state.assign(np.arange(np.prod(state.shape)).reshape(state.shape))
     reads = [state.numpy(), np.asarray(state), state + 0, state.value + 0, tf.identity(state.value), state.value[:]]

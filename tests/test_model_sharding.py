@@ -5,6 +5,7 @@ import pytest
 
 import sharding_checks as checks
 import tfdist
+from tfdist.errors import WorkerError
 
 
 def placements(names, number):
@@ -74,14 +75,14 @@ def test_reads_outside_of_steps_are_whole(pools):
 
 
 def test_apply_without_a_view_is_refused(pools):
-    with pytest.raises(tfdist.testing.WorkerError) as error:
+    with pytest.raises(WorkerError) as error:
         pools("1x2").run(checks.plain_apply, "1x2")
     assert "strategy.distributed_optimizer(optimizer)" in str(error.value.__cause__)
 
 
 @pytest.mark.exhaustive
 def test_state_of_unknown_weights_is_refused(pools):
-    with pytest.raises(tfdist.testing.WorkerError) as error:
+    with pytest.raises(WorkerError) as error:
         pools("1x2").run(checks.hidden_state)
     assert "it is not known for which weight" in str(error.value.__cause__)
 

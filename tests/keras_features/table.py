@@ -12,6 +12,7 @@ import numpy as np
 from keras import layers
 
 import tfdist
+from tfdist.strategies.sharding.sharded_state import ShardedState
 
 STEPS = 10
 BATCH = 8
@@ -135,6 +136,8 @@ def outcome(model, history=None, **values):
 
 def _copies(variable):
     value = getattr(variable, "value", variable)
+    if isinstance(value, ShardedState):  # Replicas have different parts.
+        return [value.numpy()]
     return [copy.numpy() for copy in getattr(value, "values", [value])]
 
 
