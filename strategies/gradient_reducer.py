@@ -15,7 +15,6 @@ from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression_policy import is_uncompressed
 from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.reduction_request import ReductionRequest
-from tfdist.strategies.sharding.part_reducer import PartReducer
 from tfdist.strategies.sharding.part_tensors import Division, part_of, part_of_slices
 from tfdist.strategies.step import Step
 
@@ -42,7 +41,7 @@ class GradientReducer:
         communication: CompressionState | None,
         devices: Sequence[str],
         replicas: int,
-        parts: PartReducer | None = None,
+        parts: Any = None,
     ):
         self._collectives, self.communication = collectives, communication
         self._devices, self._replicas, self._parts = devices, replicas, parts

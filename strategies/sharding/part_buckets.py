@@ -1,10 +1,19 @@
 """Buckets of parts: the parts of many tensors travel together, and every shard's row of a bucket is laid out alike."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import tensorflow as tf
 
-from tfdist.strategies.collectives.buckets import Bucket, bucket_bytes, fill_buckets, join, part_bytes, separate
+from tfdist.strategies.collectives.buckets import (
+    Bucket,
+    Segment,
+    bucket_bytes,
+    fill_buckets,
+    join,
+    part_bytes,
+    separate,
+)
 from tfdist.strategies.sharding.part_tensors import rows_of, whole_of
 from tfdist.strategies.sharding.partition import Partition
 
@@ -46,7 +55,7 @@ class PartBuckets:
         """Inverse of `join_tensors`."""
         columns: dict[int, list[tuple[int, tf.Tensor]]] = {}
         for bucket, matrix in zip(self._buckets, buckets, strict=True):
-            sizes = [segment.stop - segment.start for segment in bucket]
+            sizes = [_size(segment) for segment in bucket]
             parts = [matrix] if len(sizes) == 1 else tf.split(matrix, sizes, axis=1)
             for segment, part in zip(bucket, parts, strict=True):
                 columns.setdefault(segment.tensor, []).append((segment.start, part))
@@ -57,10 +66,14 @@ class PartBuckets:
         return tensors
 
 
+def _size(segment: Segment) -> int:
+    return cast(int, segment.stop) - segment.start  # All parts have a static size.
+
+
 def _columns(bucket: Bucket, rows: Sequence[tf.Tensor]) -> tf.Tensor:
     cuts = []
     for segment in bucket:
         whole = rows[segment.tensor]
-        is_whole = segment.stop - segment.start == whole.shape[1]
+        is_whole = _size(segment) == whole.shape[1]
         cuts.append(whole if is_whole else whole[:, segment.start : segment.stop])
     return cuts[0] if len(cuts) == 1 else tf.concat(cuts, axis=1)

@@ -95,7 +95,7 @@ def _by_kind(
         groups.setdefault((tensor.dtype, type(partition)), []).append(i)
     results = list(tensors)
     for (dtype, kind), group in groups.items():
-        arrange = OwnerBuckets if kind is Ownership else PartBuckets
+        arrange: Any = OwnerBuckets if kind is Ownership else PartBuckets
         buckets = arrange([partitions[i] for i in group], dtype)
         for i, result in zip(group, exchange([tensors[i] for i in group], buckets), strict=True):
             results[i] = result

@@ -22,6 +22,11 @@ def part_of(partition: Division, tensor: Any, shard: int) -> tf.Tensor:
     return _padded(rows[start:stop], partition.part_shape[0] - (stop - start))
 
 
+def own_part_of(partition: Division, tensor: Any, shard: int) -> tf.Tensor:
+    """Returns a copy of a part, to be kept. A mere slice would keep the memory of the whole tensor."""
+    return tf.raw_ops.DeepCopy(x=part_of(partition, tensor, shard))
+
+
 def part_of_slices(partition: Division, slices: tf.IndexedSlices, shard: int) -> tf.IndexedSlices | tf.Tensor:
     """Returns the rows of a sparse gradient that lie in a shard's part, in the same order, as a gradient of the part.
 

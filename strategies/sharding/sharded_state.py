@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.sharding.part_tensors import Division, part_of
+from tfdist.strategies.sharding.part_tensors import Division, own_part_of
 
 _VALUE_IN_CHECKPOINTS = "VARIABLE_VALUE"  # The name of a variable's value in files of `tf.train.Checkpoint`.
 _ACCUMULATOR = "gradient_accumulator"  # Keras' name for them.
@@ -52,7 +53,7 @@ class ShardedState(tf_internals.MirroredVariable):
         shard_of = self.distribute_strategy.extended.parts.shard_of
         for replica, own in enumerate(self.values):
             with tf.device(own.device):
-                update_fn(own, part_of(self.partition, value, shard_of(replica)), **kwargs)
+                update_fn(own, own_part_of(self.partition, value, shard_of(replica)), **kwargs)
         return self
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
@@ -61,8 +62,15 @@ class ShardedState(tf_internals.MirroredVariable):
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
         return self.assign(restored_tensors[_VALUE_IN_CHECKPOINTS])
 
+    def value(self) -> tf.Tensor:
+        """Returns the part of this replica in a step, else the whole value."""
+        return self.read_value()
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
     def __getattr__(self, name: str) -> Any:
         # TensorFlow would look the attribute up in the value, which would be gathered from all workers for that.
-        if name in ("_values", "_distributed_container", "_attribute_sentinel") or name.startswith("_self_"):
+        if "_values" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.values[0], name)

@@ -12,7 +12,7 @@ from absl import logging
 from tfdist._compat import keras_internals
 from tfdist.strategies.sharding.elementwise import is_elementwise
 from tfdist.strategies.sharding.ownership import Ownership, owners
-from tfdist.strategies.sharding.part_tensors import Division, part_of
+from tfdist.strategies.sharding.part_tensors import Division, own_part_of
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.sharded_state import ShardedState
 from tfdist.strategies.sharding.weight_part import tensorflow_variable
@@ -66,7 +66,7 @@ def make_sharded_state(
     def make(replica: int, device: str) -> tf.Variable:
         def initial_part() -> tf.Tensor:
             value = initial() if callable(initial) else initial
-            return part_of(partition, value, shard_of(replica))
+            return own_part_of(partition, value, shard_of(replica))
 
         name = f"{kwargs.get('name')}/replica_{replica}/" if replica else kwargs.get("name")
         with tf.device(device):
@@ -79,13 +79,15 @@ def make_sharded_state(
 
 def check_is_updated_in_parts(variable: Any) -> None:
     """Refuses that an optimizer without a view updates a whole weight whose state is sharded."""
-    maker = next(iter(keras_internals.open_scopes()), None)
-    if tf.distribute.get_replica_context() is None or not isinstance(maker, keras.optimizers.Optimizer):
+    makers = [each for each in keras_internals.open_scopes()[:1] if isinstance(each, keras.optimizers.Optimizer)]
+    if tf.distribute.get_replica_context() is None or not makers:
         return
-    if _weights.get(id(variable)) is variable:
+    weight = _weights.get(id(variable))
+    if weight is not None and weight is variable:
         raise ValueError(
-            f"With model_sharding='optimizer' each replica updates its part of {variable.name!r}, but `apply` of "
-            f"{maker.name!r} updates all of it. Call `apply` on `strategy.distributed_optimizer(optimizer)` instead."
+            f"With model_sharding='optimizer' each replica updates its part of {weight.name!r}, but `apply` of "
+            f"{makers[0].name!r} updates all of it. Call `apply` on `strategy.distributed_optimizer(optimizer)` "
+            "instead."
         )
 
 

@@ -132,7 +132,7 @@ class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
     def _with_all(self, hook: Callable[[], Any]) -> Any:
         if self._is_chief:
             return hook()
-        path = self.filepath
+        path: str = self.filepath  # type: ignore[has-type]
         with tempfile.TemporaryDirectory() as folder:
             self.filepath = os.path.join(folder, os.path.basename(path))
             try:
