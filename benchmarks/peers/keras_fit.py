@@ -1,4 +1,4 @@
-"""Keras 3 `fit` under `tfdist.MultiWorkerMirroredStrategy`, with a codec or without."""
+"""Keras 3 `fit` under `tfdist.MultiWorkerMirroredStrategy`, with a codec or a sharded model or without."""
 
 import functools
 
@@ -8,10 +8,13 @@ import tensorflow as tf
 import tfdist
 from benchmarks import models
 
+_OPTIMIZERS = {"sgd": (keras.optimizers.SGD, 0.01), "adam": (keras.optimizers.Adam, 0.001)}  # And learning rates.
+
 
 @functools.cache
-def _strategy(codec):
-    return tfdist.MultiWorkerMirroredStrategy(**({"compression": codec} if codec else {}))
+def _strategy(codec, sharding):
+    options = {"compression": codec, "model_sharding": sharding}
+    return tfdist.MultiWorkerMirroredStrategy(**{name: value for name, value in options.items() if value is not None})
 
 
 class _Ticks(keras.callbacks.Callback):
@@ -24,15 +27,16 @@ class _Ticks(keras.callbacks.Callback):
         self._tick()
 
 
-def prepare(model, alone, codec=None):
+def prepare(model, alone, codec=None, optimizer="sgd", sharding=None):
     # Make the strategy even if it is not used, so that training alone runs under the same conditions.
-    strategy = _strategy(codec)
+    strategy = _strategy(codec, sharding)
     strategy = tf.distribute.OneDeviceStrategy("CPU:0") if alone else strategy
     keras.utils.set_random_seed(0)
     with strategy.scope():
         network = models.keras_model(model, keras)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        network.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False)
+        kind, rate = _OPTIMIZERS[optimizer]
+        network.compile(kind(rate), loss, jit_compile=False)
 
     def endless(context):
         return tf.data.Dataset.from_tensors(models.make_batch(model, context.input_pipeline_id)).repeat()

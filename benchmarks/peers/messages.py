@@ -25,11 +25,15 @@ class Answer:
       ends: When the first step began, and when each step ended, by the machine's monotonic clock.
       sent_bytes: Bytes sent in all steps.
       received_bytes: Bytes received in all steps.
+      memory_bytes: Resident memory of the worker after the steps, without what it had before it made a model.
+      peak_memory_bytes: The same at its largest since the model was made.
     """
 
     ends: list[float]
     sent_bytes: int
     received_bytes: int
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
 
     @property
     def step_seconds(self) -> list[float]:

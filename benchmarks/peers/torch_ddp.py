@@ -1,4 +1,4 @@
-"""PyTorch `DistributedDataParallel` on gloo, plain or with one of its communication hooks."""
+"""PyTorch `DistributedDataParallel` on gloo: plain, with a communication hook, or with sharded optimizer state."""
 
 import functools
 
@@ -12,13 +12,16 @@ except ImportError as error:
 import torch.distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+OPTIMIZERS = {"sgd": (torch.optim.SGD, 0.01), "adam": (torch.optim.Adam, 0.001)}  # Class and learning rate.
 
 _CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
 @functools.cache
-def _worker():
+def join_group():
     """Joins the group that TF_CONFIG names. Returns the index of this worker."""
     spec = ClusterSpec.from_env()
     torch.set_num_threads(1)
@@ -35,14 +38,21 @@ def _add_hook(network, hook):
         network.register_comm_hook(None, _CASTS[hook])
 
 
-def prepare(model, alone, hook=None, bucket_megabytes=None):
-    worker = _worker()
+def prepare(model, alone, hook=None, bucket_megabytes=None, optimizer="sgd", shards_state=False):
+    worker = join_group()
     torch.manual_seed(0)
     network = models.torch_model(model)
     if not alone:
         network = DistributedDataParallel(network, bucket_cap_mb=bucket_megabytes)
         _add_hook(network, hook)
-    optimizer = torch.optim.SGD(network.parameters(), 0.01)
+    kind, rate = OPTIMIZERS[optimizer]
+    if shards_state and not alone:
+        return trainer(model, worker, network, ZeroRedundancyOptimizer(network.parameters(), kind, lr=rate))
+    return trainer(model, worker, network, kind(network.parameters(), rate))
+
+
+def trainer(model, worker, network, optimizer):
+    """Returns a function that trains a network on the batch of a worker."""
     features, labels = (torch.as_tensor(part) for part in models.make_batch(model, worker))
     if model == "cnn":
         features = features.permute(0, 3, 1, 2).contiguous()

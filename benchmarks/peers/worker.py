@@ -38,12 +38,26 @@ class _Meter:
     def answer(self, steps: int) -> Answer:
         """The measurements of the last `steps` steps."""
         marks = self._marks[-steps - 1 :]
-        return Answer([mark[0] for mark in marks], marks[-1][1] - marks[0][1], marks[-1][2] - marks[0][2])
+        traffic = marks[-1][1] - marks[0][1], marks[-1][2] - marks[0][2]
+        memory = _memory("VmRSS") - _bytes_before_models(), _memory("VmHWM") - _bytes_before_models()
+        return Answer([mark[0] for mark in marks], *traffic, *memory)
+
+
+def _memory(name: str) -> int:
+    """Returns an entry in kB of this process's status, in bytes."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@functools.cache
+def _bytes_before_models() -> int:
+    return _memory("VmRSS")
 
 
 @functools.cache
 def _prepared(peer: str, options: tuple[tuple[str, Any], ...], model: str, alone: bool) -> Callable[..., None]:
     prepare = importlib.import_module(f"benchmarks.peers.{peer}").prepare
+    _bytes_before_models()  # After the packages are loaded.
     train: Callable[..., None] = prepare(model, alone, **dict(options))
     return train
 
