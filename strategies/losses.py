@@ -1,5 +1,6 @@
 """Replaces Keras' losses over each replica's rows by losses over the global batch."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,42 @@ def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
     if not is_plain:
         object.__setattr__(model, "compute_loss", compute)
     try:
-        yield
+        with contextlib.nullcontext() if is_plain else _sums_of_activity(model):
+            yield
     finally:
         losses.put_back()
         if not is_plain:
             object.__delattr__(model, "compute_loss")
+
+
+@contextmanager
+def _sums_of_activity(model: keras.Model) -> Iterator[None]:
+    """Makes sums of activity regularizers over rows equal those of one device; other versions of Keras add means."""
+    layers = keras_internals.layers_of(model) if keras_internals.sums_activity_over_rows() else []
+    regularized = [(layer, layer.activity_regularizer) for layer in layers if layer.activity_regularizer is not None]
+    try:
+        for layer, regularizer in regularized:
+            layer.activity_regularizer = _SumOverReplicas(regularizer)
+        yield
+    finally:
+        for layer, regularizer in regularized:
+            layer.activity_regularizer = regularizer
+
+
+class _SumOverReplicas(keras.regularizers.Regularizer):
+    """A regularizer of the rows of all replicas, before its multiplication by this replica's share.
+
+    Keras divides the losses of layers by the number of replicas.
+    """
+
+    def __init__(self, regularizer: Any):
+        self._regularizer = regularizer
+
+    def __call__(self, x: Any) -> Any:
+        loss, step = self._regularizer(x), current_step()
+        if step is None:
+            return loss
+        return loss * tf.cast(_unshared(step, tf.ones([])) * replicas(), loss.dtype)
 
 
 class _GlobalLoss:

@@ -240,7 +240,7 @@ def dependencies(folder):
     """Writes wheels that stand for the dependencies of tfdist: their names and versions, without their contents."""
     for name, version in {
         **{"absl-py": "2.1", "importlib_resources": "6.0", "keras": "3.15.0", "numpy": "2.0.0", "rich": "13.0"},
-        **{"tensorflow-datasets": "4.9.9", "promise": "2.3"},
+        **{"tensorflow-datasets": "4.9.9", "promise": "2.3", "etils": "1.13"},
     }.items():
         write_wheel(folder, name, version, requires=["promise"] if name == "tensorflow-datasets" else [])
     cuda = ["nvidia-tiny; extra == 'and-cuda'"]

@@ -3,6 +3,7 @@
 Each function states what breaks without it.
 """
 
+import functools
 from typing import Any
 
 import keras
@@ -114,6 +115,18 @@ class ReplacedLosses:
 def layers_of(model: keras.Model) -> list[Any]:
     """Returns all layers, also nested layers. Without it: unequal layers are not named before the first step."""
     return list(model._flatten_layers(include_self=False))
+
+
+@functools.cache
+def sums_activity_over_rows() -> bool:
+    """Whether an activity regularizer adds a sum over the rows of a batch, as in Keras 3.12 and 3.13, and not a mean.
+
+    Without it: such a loss is divided by the number of replicas.
+    """
+    with tf.init_scope():
+        layer = keras.layers.ActivityRegularization(l1=1.0, name="probe", dtype="float32")
+        layer(tf.ones((2, 1)))
+        return float(layer.losses[0]) > 1.5
 
 
 def kept_losses(model: keras.Model) -> list[tuple[Any, list]]:
