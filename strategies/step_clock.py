@@ -32,12 +32,6 @@ class Clock:
         with tf.device(self._host):
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
 
-    def now(self) -> list[float]:
-        """Returns the times. Called outside of graphs, in any thread."""
-        read = tf.raw_ops.ReadVariableOp(resource=self.times.handle, dtype=self.times.dtype)  # A third of `numpy`.
-        times: list[float] = read.numpy().tolist()
-        return times
-
     def begin(self, data: Any) -> Any:
         """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that.
 
@@ -121,7 +115,10 @@ class Clock:
         return tf.cast(tf.where(before > 0, now - before, 0), tf.float32)
 
     def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
-        """Calls, in the graph, a function made by `in_order` with a step's report; notes the end of the step."""
+        """Calls, in the graph, a function made by `in_order` with a step's report and the times of the step.
+
+        Notes the end of the step afterwards.
+        """
         with tf.device(self._host):
             call(self.times.handle, value)
 
@@ -141,17 +138,22 @@ def _mark(clock, which, seen):
     return which
 
 
-def in_order(function: Callable[[Any], None]) -> Callable[..., Any]:
-    """Returns a function that calls `function` in a graph, in the order of the steps, and then notes their end."""
+def in_order(function: Callable[[np.ndarray, np.ndarray], None]) -> Callable[..., Any]:
+    """Returns a function that calls `function` in a graph, in the order of the steps, and then notes their end.
 
-    def call_and_tell_time(value):
+    `function` gets a value and the times of the clock.
+    """
+
+    def call_and_tell_time(value, times):
         now = np.float64(time.time())  # TensorFlow makes a Python number a float32 if functions run eagerly.
-        function(value)
+        function(value, times)
         return now
 
     @tf.function
     def call(clock, value):
-        now = tf.numpy_function(call_and_tell_time, [value], tf.float64)
+        with tf.control_dependencies([value]):
+            times = tf.raw_ops.ReadVariableOp(resource=clock, dtype=tf.float64)
+        now = tf.numpy_function(call_and_tell_time, [value, times], tf.float64)
         tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=END, updates=now)
 
     return call

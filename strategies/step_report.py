@@ -111,6 +111,7 @@ class StepReports:
         self.asked_here = False
         self._published = [0.0] * _LINK_NUMBERS
         self._has_traced = False
+        self._moments = np.zeros(0)  # Times of the clock of this worker's first replica in the newest step.
         self._phases: StepPhases | None = None  # Phases of the newest step, while its report is delivered.
         self.tells = True
         self.rows_read: RowsRead | None = None
@@ -245,19 +246,15 @@ class StepReports:
     def phases(self) -> StepPhases:
         """Returns how this worker's first replica spent the time since the end of the step before.
 
-        Only a listener may call it, for the step whose report it takes. The first call for a step costs a read of a
-        variable.
+        Only a listener may call it, for the step whose report it takes.
         """
         if self._phases is None:
-            self._phases = self._read_phases()
+            times = self._moments.tolist()
+            begin, loss, share, gradients, ended_before = times[: END + 1]
+            self._phases = divide(
+                StepMoments(ended_before, times[ASKED], times[AGREES], begin, loss, share, gradients, time.time())
+            )
         return self._phases
-
-    def _read_phases(self) -> StepPhases:
-        times = self._clocks[0].now()
-        begin, loss, share, gradients, ended_before = times[: END + 1]
-        return divide(
-            StepMoments(ended_before, times[ASKED], times[AGREES], begin, loss, share, gradients, time.time())
-        )
 
     def clock(self, local: int) -> Clock:
         """Returns the clock, which times the steps, of this worker's replica number `local`."""
@@ -315,9 +312,9 @@ class StepReports:
             self._ends[model] = in_order(functools.partial(self._take, weakref.ref(model)))
         self._clocks[0].end(self._ends[model], totals)
 
-    def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
+    def _take(self, model: weakref.ref, totals: np.ndarray, moments: np.ndarray) -> None:
         trained = model()
-        self._trained, self._phases = model, None
+        self._trained, self._moments, self._phases = model, moments, None
         self._count_phases()
         self.activity.stepped()
         self._tell_of_trace(False)

@@ -29,8 +29,8 @@ class ReplicaWork:
     @classmethod
     def of(cls, report: Any) -> "ReplicaWork":
         """Returns the work of the step of a `StepReport`."""
-        seconds = report.compute_seconds
-        return cls(1, int(report.rows.sum()), float(seconds.mean()), float(seconds.max()))
+        seconds = report.compute_seconds.tolist()  # A tenth of the time of NumPy's reductions.
+        return cls(1, sum(report.rows.tolist()), sum(seconds) / len(seconds), max(seconds))
 
     def __add__(self, more: "ReplicaWork") -> "ReplicaWork":
         """The sum of two sums."""
@@ -98,7 +98,7 @@ class StepTally:
         now = time.monotonic()
         inside = {INPUT: phases.input, COMPUTE: phases.compute, EXCHANGE: phases.exchange}
         outside = now - self._since - sum(inside.values())
-        self._add(now, self._divided(outside), inside, ReplicaWork.of(report), int(report.rows[self._own].sum()))
+        self._add(now, self._divided(outside), inside, ReplicaWork.of(report), sum(report.rows[self._own].tolist()))
         self._is_first = False
 
     def add_batches(self, steps: int) -> None:

@@ -1,7 +1,7 @@
 """Writes the figures of a worker as scalars for TensorBoard, in a run folder of its own."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 
@@ -34,9 +34,9 @@ class TensorBoardSink(MetricsSink):
         with tf.device("CPU:0"):
             if self._writer is None:
                 self._writer = tf.summary.create_file_writer(self._folder)
-            with self._writer.as_default(step=figures.step):
-                for tag, value in scalars(figures, before):
-                    tf.summary.scalar(tag, value)
+            with self._writer.as_default():
+                # One operation for all scalars: `tf.summary.scalar` takes 0.1 ms for each.
+                tf.summary.experimental.write_raw_pb(_summary(scalars(figures, before)), step=figures.step)
             self._writer.flush()
 
     def close(self) -> None:
@@ -44,6 +44,21 @@ class TensorBoardSink(MetricsSink):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _summary(pairs: Iterable[tuple[str, float]]) -> bytes:
+    """Returns a summary with all scalars, in the form of `tf.summary.scalar`."""
+    metadata = tf.compat.v1.SummaryMetadata(
+        plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class="DATA_CLASS_SCALAR"
+    )
+    summary = tf.compat.v1.Summary()
+    for tag, value in pairs:
+        scalar = summary.value.add(tag=tag, metadata=metadata)
+        scalar.tensor.dtype = tf.float32.as_datatype_enum
+        scalar.tensor.tensor_shape.SetInParent()  # A scalar, not a tensor of unknown shape.
+        scalar.tensor.float_val.append(value)
+    serialized: bytes = summary.SerializeToString()
+    return serialized
 
 
 def folder_of(log_dir: str, worker: int) -> str:
