@@ -47,17 +47,21 @@ def data():
     return x, (x @ draws.normal(size=(7, 3))).astype("float32")
 
 
+def compiled(optimizer):
+    model = keras.Sequential(
+        [
+            *(layers.Input((7,)), layers.Dense(33, activation="tanh"), layers.BatchNormalization()),
+            *(layers.Dense(10), layers.Dense(3)),
+        ]
+    )
+    model.compile({**OPTIMIZERS, **ROUNDED}[optimizer](), "mse")
+    return model
+
+
 def build(optimizer, place):
     start_anew()
     with place.scope():
-        model = keras.Sequential(
-            [
-                *(layers.Input((7,)), layers.Dense(33, activation="tanh"), layers.BatchNormalization()),
-                *(layers.Dense(10), layers.Dense(3)),
-            ]
-        )
-        model.compile({**OPTIMIZERS, **ROUNDED}[optimizer](), "mse")
-    return model
+        return compiled(optimizer)
 
 
 def train(model):
@@ -119,6 +123,16 @@ def report(placement, sharding):
         model.optimizer.build(model.trainable_variables)
     after = place.memory_report()
     return before.optimizer_state, after.optimizer_state - before.optimizer_state, after, model.count_params()
+
+
+def memory_of(optimizer, sharding):
+    """Returns bytes of weights, optimizer state and accumulated gradients of the only model of a strategy."""
+    place = tfdist.MirroredStrategy(model_sharding=sharding)
+    model = build(optimizer, place)
+    with place.scope():
+        model.optimizer.build(model.trainable_variables)
+    report = place.memory_report()
+    return report.weights, report.optimizer_state, report.accumulated_gradients
 
 
 def read_outside():

@@ -34,6 +34,7 @@ PUBLIC = {
         "compression",
         "data",
         "errors",
+        "estimate_memory",
         "exit_codes",
         "step_losses_are",
         "testing",
@@ -81,7 +82,7 @@ PUBLIC = {
         "WorkerTimeoutError",
     ],
     "tfdist.exit_codes": ["PREEMPTED", "STALLED"],
-    "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy", "step_losses_are"],
+    "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy", "estimate_memory", "step_losses_are"],
     "tfdist.testing": ["Fault", "WorkerPool", "faults", "run_workers", "virtual_devices"],
     "tfdist.testing.faults": ["Slowdown", "corrupt", "cut_network", "fill_disk", "freeze", "small_disk", "thaw"],
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfdist import callbacks, cluster, compression, data, errors, exit_codes, testing
     from tfdist.faults import FaultTolerance
-    from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, step_losses_are
+    from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, estimate_memory, step_losses_are
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,7 @@ __all__ = [
     "compression",
     "data",
     "errors",
+    "estimate_memory",
     "exit_codes",
     "step_losses_are",
     "testing",

@@ -50,6 +50,7 @@ __all__ = [
     "set_global_seed_generator",
     "source_of",
     "states_of_weight",
+    "sums_activity_over_rows",
     "trained_variables",
     "unmatched_compiled",
 ]

@@ -92,6 +92,7 @@ def _quantity(text: str, units: Mapping[str, int]) -> int:
     raise argparse.ArgumentTypeError(f"needs a whole number, with or without a unit ({', '.join(units)}), got {text!r}")
 
 
+byte_size = functools.partial(_quantity, units=BINARY | DECIMAL)  # An amount of memory: "16GB", "512 MiB".
 parameters = functools.partial(_quantity, units=_COUNTS)  # The number of parameters of a model: "25M".
 
 

@@ -26,6 +26,7 @@ from tfdist.launch import (
     arguments,
     bench_command,
     data_service,
+    estimate_command,
     gpu_assignment,
     gpu_discovery,
     private_network,
@@ -395,6 +396,16 @@ _COMMANDS = (
         """,
         doctor_command.add_arguments,
         doctor_command.run,
+    ),
+    _Command(
+        "estimate",
+        "estimate the memory of each replica before a job, and name the option that makes the model fit",
+        """
+        tfdist estimate model.keras --replicas 4       a model that was saved with its optimizer
+        tfdist estimate train.py:make_model -n 8 --memory 16GB    a function that returns a compiled model
+        """,
+        estimate_command.add_arguments,
+        estimate_command.run,
     ),
     _Command(
         "data-service",

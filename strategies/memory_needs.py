@@ -1,0 +1,150 @@
+"""Policy: bytes of memory that a training job needs on each replica, by the shapes of its variables alone."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from tfdist.readable_numbers import size
+from tfdist.strategies.sharding.ownership import owners
+from tfdist.strategies.sharding.partition import Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorShape:
+    """Shape of a tensor and the bytes of each element."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedWeight:
+    """A weight, with the state that training keeps for it.
+
+    Attributes:
+      value: The weight.
+      states: The optimizer's state with the shape of the weight, such as Adam's two momenta.
+      is_elementwise: Whether the optimizer updates each element by itself, so that any part of it.
+      accumulators: Gradients that `gradient_accumulation_steps` adds up.
+      residual_bytes: Bytes that compression keeps for the weight between steps.
+    """
+
+    value: TensorShape
+    states: tuple[TensorShape, ...] = ()
+    is_elementwise: bool = True
+    accumulators: tuple[TensorShape, ...] = ()
+    residual_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShapes:
+    """Shapes of all variables of a model and its optimizer.
+
+    Attributes:
+      weights: The weights that are trained.
+      other_state: State of the optimizer that is not of the shape of a weight, so that each replica has all of it.
+      other: Variables that are not trained, such as statistics of layers.
+    """
+
+    weights: tuple[TrainedWeight, ...]
+    other_state: tuple[TensorShape, ...] = ()
+    other: tuple[TensorShape, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of memory that training takes on the replica that takes the most.
+
+    Without activations and batches, which the batch size decides, and without the memory of Python and TensorFlow.
+
+    Attributes:
+      weights: Weights that are trained.
+      gradients: Gradients of a step.
+      exchange: Sums of the gradients, or weights that are gathered, while replicas exchange them.
+      optimizer_state: State of the optimizer.
+      accumulated_gradients: Gradients that `gradient_accumulation_steps` adds up.
+      residuals: Residuals of compression, kept from step to step.
+      other: Other variables, such as statistics of layers.
+    """
+
+    weights: int
+    gradients: int
+    exchange: int
+    optimizer_state: int
+    accumulated_gradients: int
+    residuals: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(dataclasses.astuple(self))
+
+
+def needs_of(model: ModelShapes, replicas: int) -> dict[str | None, MemoryNeed]:
+    """Returns what each replica needs, by the value of `model_sharding`. One replica shards nothing."""
+    whole = _whole(model, exchanges=replicas > 1)
+    if replicas == 1:
+        return {None: whole}
+    weights = whole.weights
+    parts = sum(_part_bytes([each.value], replicas) for each in model.weights)
+    sharded = dataclasses.replace(
+        whole,
+        optimizer_state=_sharded_state(model, replicas) + sum(each.bytes for each in model.other_state),
+        # The sums of the own parts exist beside the gradients; the gathered weights come when these are freed.
+        exchange=max(parts, weights + parts - whole.gradients),
+    )
+    return {None: whole, "optimizer": sharded}
+
+
+def table_of(needs: dict[str | None, MemoryNeed]) -> str:
+    """Returns the needs as a table for people: a line for each kind of memory, a column for each option."""
+    columns = ["unsharded" if mode is None else mode for mode in needs]
+    lines = [f"{'on each replica':24}" + "".join(f"{column:>14}" for column in columns)]
+    for field in dataclasses.fields(MemoryNeed):
+        values = [getattr(need, field.name) for need in needs.values()]
+        if any(values):
+            lines.append(f"{field.name.replace('_', ' '):24}" + "".join(f"{size(value):>14}" for value in values))
+    lines.append(f"{'total':24}" + "".join(f"{size(need.total):>14}" for need in needs.values()))
+    return "\n".join(lines)
+
+
+def _whole(model: ModelShapes, *, exchanges: bool) -> MemoryNeed:
+    weights = _bytes(each.value for each in model.weights)
+    return MemoryNeed(
+        weights=weights,
+        gradients=weights,
+        exchange=weights if exchanges else 0,
+        optimizer_state=_bytes(state for each in model.weights for state in each.states) + _bytes(model.other_state),
+        accumulated_gradients=_bytes(each for weight in model.weights for each in weight.accumulators),
+        residuals=sum(each.residual_bytes for each in model.weights) if exchanges else 0,
+        other=_bytes(model.other),
+    )
+
+
+def _sharded_state(model: ModelShapes, replicas: int) -> int:
+    """Returns the bytes of the state of weights on the replica that has the most of it."""
+    cut = sum(_part_bytes(each.states, replicas) for each in model.weights if each.is_elementwise)
+    owned = [each for each in model.weights if not each.is_elementwise]
+    return cut + _largest_load(owned, replicas, lambda each: _bytes(each.states))
+
+
+def _largest_load(weights: Sequence[TrainedWeight], replicas: int, load: Callable[[TrainedWeight], int]) -> int:
+    loads = [0] * replicas
+    owner_of = owners([math.prod(each.value.shape) for each in weights], replicas)
+    for weight, owner in zip(weights, owner_of, strict=True):
+        loads[owner] += load(weight)
+    return max(loads)
+
+
+def _part_bytes(tensors: Iterable[TensorShape], replicas: int) -> int:
+    return sum(Partition.of(each.shape, replicas).part_elements * each.item_bytes for each in tensors)
+
+
+def _bytes(tensors: Iterable[TensorShape]) -> int:
+    return sum(each.bytes for each in tensors)

@@ -1,0 +1,166 @@
+"""The estimate of memory before a job: it equals the memory of a real job, and allocates nothing itself."""
+
+import json
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+
+import sharding_checks as checks
+import tfdist
+from tfdist.launch import cli
+from tfdist.launch.estimate_command import ModelSourceError, maker_of
+from tfdist.strategies.memory_needs import ModelShapes, TensorShape, TrainedWeight, needs_of
+
+HUGE = 1_000_000
+
+
+def weight(*shape, states=2, **more):
+    value = TensorShape(shape, 4)
+    return TrainedWeight(value, (value,) * states, **more)
+
+
+def huge_model():
+    model = keras.Sequential([keras.Input((HUGE,)), keras.layers.Dense(HUGE)])
+    model.compile("adam", "mse")
+    return model
+
+
+def small_model():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)])
+    model.compile(keras.optimizers.Adam(), "mse")
+    return model
+
+
+@pytest.mark.unit
+def test_state_is_divided_among_replicas():
+    model = ModelShapes((weight(8, 4), weight(4)))
+
+    needs = needs_of(model, replicas=4)
+
+    assert needs[None].optimizer_state == 2 * 36 * 4
+    assert needs["optimizer"].optimizer_state == 2 * 9 * 4
+    assert needs["optimizer"].weights == needs[None].weights == 36 * 4
+
+
+@pytest.mark.unit
+def test_whole_weights_are_divided_by_size():
+    model = ModelShapes(tuple(weight(size, states=1, is_elementwise=False) for size in (5, 3, 2)))
+
+    assert needs_of(model, replicas=2)["optimizer"].optimizer_state == 5 * 4
+
+
+@pytest.mark.unit
+def test_one_replica_shards_and_exchanges_nothing():
+    needs = needs_of(ModelShapes((weight(8, residual_bytes=32),)), replicas=1)
+
+    assert list(needs) == [None]
+    assert needs[None].exchange == needs[None].residuals == 0
+
+
+@pytest.mark.unit
+def test_a_model_larger_than_any_memory_is_described():
+    estimate = tfdist.estimate_memory(huge_model, replicas=4)
+
+    assert estimate.needs[None].weights == 4 * HUGE * (HUGE + 1)
+    assert estimate.needs["optimizer"].optimizer_state < 0.26 * estimate.needs[None].optimizer_state
+    assert estimate.fitting(1e15) == [None, "optimizer"] and estimate.fitting(1e9) == []
+
+
+@pytest.mark.unit
+def test_the_verdict_names_the_option_that_fits():
+    estimate = tfdist.estimate_memory(small_model, replicas=4)
+    whole, sharded = (need.total for need in estimate.needs.values())
+
+    assert "without sharding" in estimate.verdict(whole)
+    assert "model_sharding='optimizer'" in estimate.verdict(sharded)
+    assert "does not fit" in estimate.verdict(sharded - 1)
+
+
+@pytest.mark.unit
+def test_compression_keeps_residuals_of_large_weights():
+    def make():
+        model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(100), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    assert tfdist.estimate_memory(make, 2, compression="int8").needs[None].residuals == 4 * 300 * 100
+    assert tfdist.estimate_memory(make, 4, compression="int8").needs[None].residuals == 5 * 300 * 100
+    assert tfdist.estimate_memory(make, 4).needs[None].residuals == 0
+
+
+@pytest.mark.unit
+def test_an_estimate_leaves_no_trace():
+    keras.utils.set_random_seed(1)
+    expected = keras.random.uniform((3,)).numpy()
+
+    keras.utils.set_random_seed(1)
+    tfdist.estimate_memory(small_model, 2)
+
+    assert (keras.random.uniform((3,)).numpy() == expected).all()
+    small_model().fit(np.zeros((4, 8)), np.zeros((4, 4)), verbose=0)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("make", "replicas"), [(small_model, 0), (small_model, 1.5), (None, 2), (dict, 2)])
+def test_wrong_arguments_are_refused(make, replicas):
+    with pytest.raises(ValueError, match="must"):
+        tfdist.estimate_memory(make, replicas)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "adafactor", "accumulation", "loss_scale", "average"])
+def test_the_estimate_equals_the_memory_of_a_job(optimizer, pools):
+    estimate = tfdist.estimate_memory(lambda: checks.compiled(optimizer), replicas=2)
+
+    for mode in (None, "optimizer"):
+        weights, state, accumulated = pools("1x2").run(checks.memory_of, optimizer, mode)[0]
+        need = estimate.needs[mode]
+        assert (need.weights, need.accumulated_gradients) == (weights, accumulated)
+        assert need.optimizer_state == pytest.approx(state, abs=40)  # Adafactor's scalars are no state in the report.
+
+
+@pytest.mark.unit
+def test_a_saved_model_is_described_by_its_file(tmp_path, capsys):
+    path = tmp_path / "model.keras"
+    small_model().save(path)
+
+    assert cli.main(["estimate", str(path), "--replicas", "2", "--memory", "1MB"]) == 0
+    assert cli.main(["estimate", str(path), "--replicas", "2", "--memory", "100B"]) == 1
+    assert "fits into 1 MB without sharding" in capsys.readouterr().out
+
+
+@pytest.mark.unit
+def test_a_function_in_a_file_is_called(tmp_path, capsys):
+    script = tmp_path / "described.py"
+    script.write_text(
+        "import keras\n"
+        "def make():\n"
+        "    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16)])\n"
+        "    model.compile('adam', 'mse')\n"
+        "    return model\n"
+    )
+
+    assert cli.main(["estimate", f"{script}:make", "-n", "2"]) == 0
+    assert "optimizer state" in capsys.readouterr().out
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("source", ["missing.keras", "missing.py:make", "model", "json:nothing"])
+def test_a_wrong_source_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelSourceError):
+        maker_of(source)
+    assert cli.main(["estimate", source, "-n", "2"]) == 1
+
+
+@pytest.mark.unit
+def test_a_file_of_something_else_is_refused(tmp_path):
+    text, archive = tmp_path / "text.keras", tmp_path / "archive.keras"
+    text.write_text("nothing")
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("metadata.json", json.dumps({}))
+
+    for path in (text, archive):
+        with pytest.raises(ModelSourceError, match="is no file of"):
+            maker_of(str(path))
