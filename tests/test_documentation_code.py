@@ -41,7 +41,9 @@ def run_script(text, folder, environ=(), alone=False):
     import os
 
     import keras
+    import tensorflow as tf
 
+    tf.random.set_seed(None)  # As in a new process. Otherwise workers go on with states that an earlier script left.
     before, policy, printed = dict(os.environ), keras.mixed_precision.dtype_policy(), io.StringIO()
     os.environ.update(environ)
     if alone:
