@@ -3,7 +3,7 @@
 import collections
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_tensors import Division
+from tfdist.strategies.sharding.sharded_weight import is_sharded_weight
 from tfdist.strategies.sharding.sharded_update import ShardedUpdate, assign_averages, partitions_of, update_averages
 from tfdist.strategies.step import current_step, replicas
 
@@ -166,14 +167,15 @@ class _Weigh:
         if trainable_variables is not None or args:
             args = (trainable_variables, *args)
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        summed = {i for i, variable in enumerate(variables) if is_sharded_weight(variable)}  # In the backward pass.
         if step is not None:
-            grads = of_one_kind(step, grads, variables)
+            of_others = [variable for i, variable in enumerate(variables) if i not in summed]
+            grads = _except(summed, lambda own: of_one_kind(step, own, of_others), grads)
         given, scales = grads, _scales(grads, variables)
         if step is not None and step.share is not None:
             if not step.weights_loss:
-                others = iter(weighted(step, [grad for i, grad in enumerate(grads) if i not in scales], self))
-                grads = [grad if i in scales else next(others) for i, grad in enumerate(grads)]
-            grads = _to_present(step.or_zeros, grads)
+                grads = _except(summed | set(scales), lambda own: weighted(step, own, self), grads)
+            grads = _except(summed, functools.partial(_to_present, step.or_zeros), grads)
         if step is not None and scales:
             grads = _largest_of_all(step, grads, scales)
         if step is None:
@@ -287,12 +289,15 @@ def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | 
     step.exchanges.count += 1
     step.observed.gradient_samples += sampled(grads)
     reduce, op = tf.distribute.get_strategy().extended.reducer.reduce, tf.distribute.ReduceOp.SUM
-    present_at = [i for i, grad in enumerate(grads) if grad is not None]
+    are_summed = {i for i, variable in enumerate(step.variables) if is_sharded_weight(variable)}
+    present_at = [i for i, grad in enumerate(grads) if grad is not None and i not in are_summed]
     of = [step.variables[i] for i in present_at]
     divided = [partitions[i] for i in present_at] if partitions else []
-    summed = _to_present(
-        lambda present: reduce(ReductionRequest(op, present, optimizer, of, partitions=divided), step), grads
-    )
+
+    def sum_of(present):
+        return reduce(ReductionRequest(op, present, optimizer, of, partitions=divided), step)
+
+    summed = _except(are_summed, functools.partial(_to_present, sum_of), grads)
     step.observed.summed_gradients += [grad for grad in summed if grad is not None]
     return summed
 
@@ -324,6 +329,12 @@ def _to_present(fn, grads: list[Any]) -> list[Any]:
     present = [grad for grad in grads if grad is not None]
     results = iter(fn(present) if present else [])
     return [None if grad is None else next(results) for grad in grads]
+
+
+def _except(places: Collection[int], fn, grads: list[Any]) -> list[Any]:
+    """Applies `fn` to the list of gradients, except for those at `places`, which stay as they are."""
+    results = iter(fn([grad for i, grad in enumerate(grads) if i not in places]))
+    return [grad if i in places else next(results) for i, grad in enumerate(grads)]
 
 
 def _scales(grads, variables):

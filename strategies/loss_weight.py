@@ -68,6 +68,26 @@ def weighted(step: Step, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
     return [times(gradient, step.weight) for gradient in gradients]
 
 
+def weighted_for_sum(step: Step, gradient: tf.Tensor, variable: str) -> tf.Tensor:
+    """Weights the gradient of one variable, which is summed over replicas before an optimizer gets it.
+
+    Raises:
+      LossReductionError: If the graph does not show whether the loss is a mean or a sum over rows.
+    """
+    if step.share is None or step.weights_loss:
+        return gradient
+    if step.reduction is None and tf.is_symbolic_tensor(gradient) and not step.has_static_rows:
+        told = reduction_told_by(step.degrees.of_gradients([gradient]))
+        if told not in ("mean", "sum"):
+            raise LossReductionError(
+                "With model_sharding='parameters' the gradient of each weight is summed over replicas as soon as it is "
+                f"computed, but the graph of the gradient of {variable!r} does not show whether the loss is a mean or "
+                "a sum over rows. Call `tfdist.step_losses_are('mean')` or `tfdist.step_losses_are('sum')` at the "
+                "beginning of the step."
+            )
+    return weighted(step, [gradient], variable)[0]
+
+
 def times(gradient: Any, factor: tf.Tensor) -> Any:
     """Multiplies a gradient, which may be `None` or `IndexedSlices`, by a number."""
     if gradient is None:

@@ -32,6 +32,7 @@ from tfdist.strategies.sharding.state_creation import (
     division_of_state,
     make_sharded_state,
 )
+from tfdist.strategies.sharding.weight_creation import make_sharded_weight, partition_of_weight
 
 
 class ReplicatedExtended:
@@ -44,6 +45,7 @@ class ReplicatedExtended:
     communication: CompressionState | None = None
     reducer: GradientReducer
     parts: PartReducer | None = None
+    _shards_weights = False
     _num_workers = 1
     _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
@@ -59,6 +61,7 @@ class ReplicatedExtended:
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
         self.parts = PartReducer(self._cross_device_ops)
+        self._shards_weights = model_sharding == "parameters"
 
     def gathered(self, state):
         """Returns the whole value of a `ShardedState`, outside of a step. All workers must call this method.
@@ -113,6 +116,12 @@ class ReplicatedExtended:
                 state = make_sharded_state(next_creator, kwargs, division, self.parts.shard_of)
                 self.made_variables.add(state)
                 return state
+        if self._shards_weights:
+            partition = partition_of_weight(kwargs, self.parts.shards)
+            if partition is not None:
+                weight = make_sharded_weight(next_creator, kwargs, partition, self)
+                self.made_variables.add(weight)
+                return weight
         trainable = kwargs.get("trainable") is not False
         colocated = kwargs.get("colocate_with") is not None
         variable = super()._create_variable(next_creator, **kwargs)
@@ -120,6 +129,12 @@ class ReplicatedExtended:
             variable = variables.refine(variable, trainable=trainable, colocated=colocated)
             self.made_variables.add(variable)
         return variable
+
+    def initial_value_of(self, kwargs):
+        """Returns the value of a variable to be made with these arguments, which is equal on all workers."""
+        arguments = {**kwargs, "replica_id": 0, "device": self.worker_devices[0], "primary_var": None}
+        value = self._get_variable_creator_initial_value(**arguments)
+        return value() if callable(value) else value
 
     def update(self, var, fn, args=(), kwargs=None, group=True):
         """Calls `fn` on each replica to update `var`; see `tf.distribute.StrategyExtended.update`.

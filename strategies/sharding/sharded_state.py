@@ -47,7 +47,11 @@ class ShardedState(tf_internals.MirroredVariable):
         return self.distribute_strategy.extended.gathered(self)
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+        own, whole = self._get_on_device_or_primary(), self.partition.shape
+        if own.shape != whole and getattr(value, "shape", None) == whole:  # As Keras resets accumulators to zeros.
+            replica = tf_internals.get_current_replica_id_as_int()
+            value = own_part_of(self.partition, value, self.distribute_strategy.extended.parts.shard_of(replica))
+        return update_fn(own, value, **kwargs)
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         shard_of = self.distribute_strategy.extended.parts.shard_of

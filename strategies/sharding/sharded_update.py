@@ -13,6 +13,7 @@ from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.part_clipping import clipped
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
+from tfdist.strategies.sharding.sharded_weight import ShardedWeight, is_sharded_weight
 from tfdist.strategies.sharding.weight_part import WeightPart, tensorflow_variable
 
 
@@ -21,7 +22,9 @@ def partitions_of(optimizer: Any, variables: Sequence[Any]) -> list[Division | N
     states = [each.value for each in optimizer.variables if isinstance(each.value, ShardedState)]
     is_known = is_elementwise(optimizer)
     known = {id(e.weight): e.partition for e in states if is_known or isinstance(e.partition, Ownership)}
-    return [known.get(id(tensorflow_variable(variable))) for variable in variables]
+    weights = [tensorflow_variable(each) for each in variables]
+    known |= {id(weight): weight.partition for weight in weights if isinstance(weight, ShardedWeight)}
+    return [known.get(id(weight)) for weight in weights]
 
 
 class ShardedUpdate:
@@ -41,6 +44,7 @@ class ShardedUpdate:
         self._optimizer, self._step = optimizer, step
         self.assigned: list[Any] = []
         self.partitions = partitions_of(optimizer, variables)
+        check_updates_parts(optimizer, variables)
         self._shard = shard = tf.distribute.get_strategy().extended.parts.shard_of(step.replica)
         self._parts = {
             id(tensorflow_variable(variable)): WeightPart(variable, partition, shard)
@@ -70,7 +74,10 @@ class ShardedUpdate:
         Raises:
           ValueError: If an update of whole weights has assigned state of which the weight is not known.
         """
-        parts = list(self._parts.values())
+        parts = [part for part in self._parts.values() if not is_sharded_weight(part.whole)]
+        for part in self._parts.values():
+            if is_sharded_weight(part.whole):
+                part.whole.own_part.assign(part.read_value(), read_value=False)
         beside = self._states_beside(parts)
         if any(isinstance(part.partition, Ownership) for part in parts):
             self._check_assigned([state for state, _ in beside])
@@ -102,6 +109,18 @@ class ShardedUpdate:
         return found
 
 
+def check_updates_parts(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Refuses an optimizer that needs whole weights, if any of these variables is divided."""
+    weight = next((each for each in variables if is_sharded_weight(each)), None)
+    if weight is not None and not is_elementwise(optimizer):
+        raise ValueError(
+            f"With model_sharding='parameters' each replica has a part of {tensorflow_variable(weight).name!r}, but "
+            f"{type(optimizer).__name__} updates whole weights. Use an optimizer that updates each element by itself, "
+            "such as AdamW, or model_sharding='optimizer'. If this one does, set `updates_elementwise = True` in its "
+            "class."
+        )
+
+
 def gathered(parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Any) -> list[tf.Tensor]:
     """Gathers tensors of which each replica has its part: part shapes -> shapes of the partitions."""
     return tf.distribute.get_strategy().extended.reducer.gather_parts(parts, partitions, step) if parts else []
@@ -115,7 +134,9 @@ def update_averages(optimizer: Any, averages: Sequence[Any], variables: Sequence
         if average is None:
             continue
         state, weight = average.value, tensorflow_variable(variable)
-        if isinstance(state, ShardedState):
+        if isinstance(weight, ShardedWeight):
+            weight = weight.own_part
+        elif isinstance(state, ShardedState):
             weight = part_of(state.partition, weight, shard)
         momentum = ops.multiply(ops.cast(ops.not_equal(optimizer.iterations, 0), weight.dtype), optimizer.ema_momentum)
         state.assign(
@@ -126,6 +147,10 @@ def update_averages(optimizer: Any, averages: Sequence[Any], variables: Sequence
 def assign_averages(averages: Sequence[Any], variables: Sequence[Any], step: Any) -> None:
     """Assigns the moving averages of weights to the weights; gathers those that are sharded."""
     pairs = [(each.value, weight) for each, weight in zip(averages, variables, strict=True) if each is not None]
+    for state, weight in pairs:
+        if is_sharded_weight(weight):
+            tensorflow_variable(weight).own_part.assign(state)
+    pairs = [(state, weight) for state, weight in pairs if not is_sharded_weight(weight)]
     sharded = [state for state, _ in pairs if isinstance(state, ShardedState)]
     wholes = iter(gathered([tf.convert_to_tensor(each) for each in sharded], [e.partition for e in sharded], step))
     for state, weight in pairs:

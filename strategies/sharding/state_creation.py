@@ -15,9 +15,11 @@ from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_tensors import Division, own_part_of
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.sharded_update import check_updates_parts
+from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 from tfdist.strategies.sharding.weight_part import tensorflow_variable
 
-_MODES = (None, "optimizer")
+_MODES = (None, "optimizer", "parameters")
 # Keras' names for gradients that no replica has exchanged yet, so each replica has others, and for moving averages.
 _ACCUMULATOR, _AVERAGE = "gradient_accumulator", "average"
 # The weights with sharded state, by their `id`.
@@ -41,7 +43,12 @@ def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> 
     if not isinstance(weight, tf.Variable) or getattr(weight, "distribute_strategy", None) is not strategy:
         return None
     name, shape = str(kwargs.get("name")), tuple(weight.shape)
-    if not isinstance(maker, keras.optimizers.Optimizer) or not weight.dtype.is_floating or name.endswith(_ACCUMULATOR):
+    if not isinstance(maker, keras.optimizers.Optimizer) or not weight.dtype.is_floating:
+        return None
+    if isinstance(weight, ShardedWeight):
+        check_updates_parts(maker, [weight])
+        return weight.partition
+    if name.endswith(_ACCUMULATOR):
         return None
     if is_elementwise(maker) or name.endswith(f"_{_AVERAGE}"):
         return Partition.of(shape, shards)
@@ -82,10 +89,10 @@ def check_is_updated_in_parts(variable: Any) -> None:
     makers = [each for each in keras_internals.open_scopes()[:1] if isinstance(each, keras.optimizers.Optimizer)]
     if tf.distribute.get_replica_context() is None or not makers:
         return
-    weight = _weights.get(id(variable))
+    weight = variable if isinstance(variable, ShardedWeight) else _weights.get(id(variable))
     if weight is not None and weight is variable:
         raise ValueError(
-            f"With model_sharding='optimizer' each replica updates its part of {weight.name!r}, but `apply` of "
+            f"With model_sharding each replica updates its part of {weight.name!r}, but `apply` of "
             f"{makers[0].name!r} updates all of it. Call `apply` on `strategy.distributed_optimizer(optimizer)` "
             "instead."
         )

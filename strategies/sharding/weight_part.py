@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.part_tensors import Division, part_of
+from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
 
 def tensorflow_variable(variable: Any) -> Any:
@@ -35,7 +36,8 @@ class WeightPart:
     def __init__(self, variable: Any, partition: Division, shard: int):
         self.whole, self.partition = tensorflow_variable(variable), partition
         self.path = getattr(variable, "path", self.whole.name)
-        self._value = part_of(partition, self.whole, shard)
+        is_own = isinstance(self.whole, ShardedWeight)
+        self._value = self.whole.own_part.read_value() if is_own else part_of(partition, self.whole, shard)
         self.is_empty = isinstance(partition, Ownership) and partition.owner != shard
 
     @property

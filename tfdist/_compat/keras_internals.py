@@ -13,6 +13,9 @@ import tensorflow as tf
 # optimizer state is averaged needlessly like layer statistics, and random layers are equal on all replicas.
 from keras.src.backend.common import global_state
 
+# Whether Keras computes shapes, on tensors without values. Without it: workers exchange weights for that.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
 # The generator of unseeded random operations. Without it: random numbers start anew after a restore.
 from keras.src.random import seed_generator as keras_seed_generator
 from keras.src.random.seed_generator import global_seed_generator
@@ -39,6 +42,7 @@ __all__ = [
     "global_seed_generator",
     "goes_on_with",
     "has_global_seed_generator",
+    "in_symbolic_scope",
     "is_made_in_scope",
     "kept_losses",
     "layers_of",

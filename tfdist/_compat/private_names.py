@@ -70,6 +70,8 @@ _NAMES_BY_FEATURE = {
         "tensorflow.python.framework.config:is_op_determinism_enabled",
         "tensorflow.python.eager:record",
         "tensorflow.python.eager.record:could_possibly_record",
+        "tensorflow.python.eager.record:should_record_backprop",
+        _DISTRIBUTE + "values_util:is_saving_non_distributed",
     ),
     "the exchange of gradients": (
         *(f"{_REDUCE}.{name}" for name in ("_all_reduce", "_all_reduce_per_replica_values", "_batch_all_gather")),

@@ -34,6 +34,10 @@ from tensorflow.python.distribute.distribute_utils import regroup
 # The replica that a thread is tracing, as a Python number, to select a transport. The public API returns a tensor.
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
+# Whether TensorFlow writes a SavedModel, which has one copy of each variable. Without it: the export of a model with
+# divided weights fails with an unclear error.
+from tensorflow.python.distribute.values_util import is_saving_non_distributed
+
 # Pass AutoGraph's status on to a user's step function before we wrap it, as `strategy.run` itself does. Without them:
 # AutoGraph does not convert a Python `if` on tensors in the step function of a custom loop.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx
@@ -95,6 +99,8 @@ __all__ = [
     "is_in_creator_scope",
     "is_op_determinism_enabled",
     "is_recorded",
+    "is_saving_non_distributed",
+    "is_watched",
     "multi_worker_util",
     "number_of_workers",
     "python_function_of",
@@ -142,6 +148,11 @@ def is_recorded() -> bool:
     Without it: a gradient penalty on exchanged values is weighted twice if replicas have unequal numbers of rows.
     """
     return record.could_possibly_record()
+
+
+def is_watched(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
+    """Returns whether a `tf.GradientTape` records operations on a tensor. Without it: wrong gradients of gradients."""
+    return bool(record.should_record_backprop(tf.nest.flatten(tensor, expand_composites=True)))
 
 
 def bodies_of_call(operation: tf.Operation) -> list[Any]:

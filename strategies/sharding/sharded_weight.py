@@ -1,0 +1,134 @@
+"""Weights of which each replica keeps its own part, and gathers the whole when a step reads it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._compat import keras_internals, tf_internals
+from tfdist.strategies.graph_analysis import may_differ
+from tfdist.strategies.loss_weight import weighted_for_sum
+from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.step import Step, current_step
+
+
+class ShardedWeight(ShardedState):
+    """A weight of a layer, divided among all replicas.
+
+    In a step a read gathers the parts of all replicas, and the gradient through it is summed over all replicas, of
+    which this replica gets its part. Outside of steps it behaves like all sharded state.
+
+    Each read is an exchange of the weight, and so is the gradient of each read.
+
+    Attributes:
+      weight: This variable.
+    """
+
+    @classmethod
+    def of_parts(cls, values: Sequence[tf.Variable], strategy: Any, partition: Partition) -> "ShardedWeight":
+        """Makes a weight of the parts `values` of this worker's replicas."""
+        weight = cls(strategy, values, tf.VariableAggregation.NONE)
+        weight.weight, weight.partition = weight, partition
+        return weight
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Shape of the whole weight."""
+        return tf.TensorShape(self.partition.shape)
+
+    def get_shape(self) -> tf.TensorShape:
+        """Returns the shape of the whole weight."""
+        return self.shape
+
+    @property
+    def own_part(self) -> tf.Variable:
+        """The variable of the replica that runs now, with the shape of a part."""
+        return self._get_on_device_or_primary()
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Returns rows of the whole weight."""
+        return tf.gather(self._get(), indices, name=name)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Returns slices of the whole weight."""
+        return tf.gather_nd(self._get(), indices, name=name)
+
+    def _get(self) -> Any:
+        if tf_internals.is_saving_non_distributed():
+            raise ValueError(_EXPORTED.format(name=self.name))
+        if keras_internals.in_symbolic_scope():
+            return tf.zeros(self.shape, self.dtype)
+        if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
+            return _read_in_step(self)
+        return super()._get()
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        step = current_step()
+        alike = step.exchanges.results if step is not None else ()
+        if isinstance(value, tf.IndexedSlices) or (tf.is_symbolic_tensor(value) and may_differ(value, alike=alike)):
+            raise ValueError(
+                f"With model_sharding='parameters' all replicas must assign the same value to {self.name!r}, but a step "
+                "assigns rows of it, or a value that may differ between replicas. Average the value by `all_reduce`."
+            )
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+_EXPORTED = (
+    "The weight {name!r} is divided among replicas, so a SavedModel of this model cannot be written. Save it by "
+    "`model.save`, load it outside of the strategy's scope, and export it there."
+)
+
+
+def is_sharded_weight(variable: Any) -> bool:
+    """Whether a variable, of Keras or TensorFlow, is a weight that is divided among replicas."""
+    return isinstance(getattr(variable, "value", variable), ShardedWeight) or isinstance(variable, ShardedWeight)
+
+
+def _read_in_step(weight: ShardedWeight) -> tf.Tensor:
+    """Gathers a weight in a replica's step."""
+    step = current_step() or Step(None)
+    partition, name = weight.partition, weight.name  # TensorFlow never releases gradient functions, nor what they hold.
+
+    @tf.custom_gradient
+    def gathered(part: tf.Tensor) -> Any:
+        (whole,) = _reducer().gather_parts([part], [partition], step_now())
+        return whole, lambda upstream: _summed_part(upstream, partition, name)
+
+    def step_now() -> Step:
+        return current_step() or Step(None)
+
+    with tf.control_dependencies(step.gather_limit.before_next()):
+        part = tf.identity(weight.own_part.read_value())
+    whole = tf.ensure_shape(gathered(part), partition.shape)
+    _note(step, whole)
+    step.gather_limit.note_gathered(whole)
+    return whole
+
+
+def _summed_part(upstream: Any, partition: Partition, name: str) -> tf.Tensor:
+    """Sums the gradient of a gathered weight over all replicas, weighted by their rows. Returns this replica's part."""
+    step = current_step() or Step(None)
+    if tf_internals.is_watched(upstream):
+        raise ValueError(
+            f"With model_sharding='parameters' the gradient of {name!r} is a part of the sum over all replicas, but a "
+            "tape records it, as if to differentiate it once more. Call `tape.gradient` outside of `with tape:`. "
+            "Gradients of gradients by weights need a strategy without model_sharding."
+        )
+    gradient = tf.ensure_shape(tf.convert_to_tensor(upstream), partition.shape)
+    (gradient,) = step.or_zeros([weighted_for_sum(step, gradient, name)])
+    request = ReductionRequest(tf.distribute.ReduceOp.SUM, [gradient], partitions=[partition])
+    (part,) = _reducer().reduce(request, step)
+    _note(step, part)
+    step.gather_limit.note_summed(part)
+    return part
+
+
+def _reducer() -> Any:
+    return tf.distribute.get_strategy().extended.reducer
+
+
+def _note(step: Step, exchanged: tf.Tensor) -> None:
+    if tf.is_symbolic_tensor(exchanged):
+        step.exchanges.results.add(exchanged.ref())
