@@ -19,7 +19,7 @@ from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.row_count import has_any
 from tfdist.strategies.row_degree import RowDegrees
-from tfdist.strategies.sharding.gather_limit import GatherLimit
+from tfdist.strategies.sharding.step_gathers import StepGathers
 from tfdist.strategies.step_clock import SHARE, Clock
 
 _local = threading.local()
@@ -79,7 +79,7 @@ class Step:
       weighs: Whether an optimizer that runs now has already weighted its gradients by rows.
       variables: Variables that an optimizer is about to update, in the order of its gradients.
       sharded_update: The update of an optimizer with sharded state that runs now, a `ShardedUpdate`; else `None`.
-      gather_limit: How many divided weights the step gathers ahead of their use.
+      gathers: The gathers of divided weights in this step.
     """
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
@@ -96,7 +96,7 @@ class Step:
         self.weighs = False
         self.variables: list[Any] = []
         self.sharded_update: Any = None
-        self.gather_limit = GatherLimit()
+        self.gathers = StepGathers()
 
     @property
     def in_loop(self) -> bool:

@@ -77,6 +77,7 @@ class ShardedUpdate:
         parts = [part for part in self._parts.values() if not is_sharded_weight(part.whole)]
         for part in self._parts.values():
             if is_sharded_weight(part.whole):
+                part.whole.note_assigned()
                 part.whole.own_part.assign(part.read_value(), read_value=False)
         beside = self._states_beside(parts)
         if any(isinstance(part.partition, Ownership) for part in parts):
@@ -149,6 +150,7 @@ def assign_averages(averages: Sequence[Any], variables: Sequence[Any], step: Any
     pairs = [(each.value, weight) for each, weight in zip(averages, variables, strict=True) if each is not None]
     for state, weight in pairs:
         if is_sharded_weight(weight):
+            tensorflow_variable(weight).note_assigned()
             tensorflow_variable(weight).own_part.assign(state)
     pairs = [(state, weight) for state, weight in pairs if not is_sharded_weight(weight)]
     sharded = [state for state, _ in pairs if isinstance(state, ShardedState)]

@@ -11,6 +11,7 @@ from tfdist.strategies.loss_weight import weighted_for_sum
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.weight_uses import Uses
 from tfdist.strategies.step import Step, current_step
 
 
@@ -72,7 +73,14 @@ class ShardedWeight(ShardedState):
                 f"With model_sharding='parameters' all replicas must assign the same value to {self.name!r}, but a step "
                 "assigns rows of it, or a value that may differ between replicas. Average the value by `all_reduce`."
             )
+        self.note_assigned()
         return super()._update_replica(update_fn, value, **kwargs)
+
+    def note_assigned(self) -> None:
+        """Notes that the step of this replica assigns the weight."""
+        step = current_step()
+        if step is not None:
+            step.gathers.note_assigned(self)
 
 
 _EXPORTED = (
@@ -88,47 +96,74 @@ def is_sharded_weight(variable: Any) -> bool:
 
 def _read_in_step(weight: ShardedWeight) -> tf.Tensor:
     """Gathers a weight in a replica's step."""
-    step = current_step() or Step(None)
-    partition, name = weight.partition, weight.name  # TensorFlow never releases gradient functions, nor what they hold.
+    step = _step()
+    partition, name, key = weight.partition, weight.name, object()  # TensorFlow never releases gradient functions.
 
     @tf.custom_gradient
     def gathered(part: tf.Tensor) -> Any:
-        (whole,) = _reducer().gather_parts([part], [partition], step_now())
-        return whole, lambda upstream: _summed_part(upstream, partition, name)
+        return _gathered(part, partition), lambda upstream: _summed_part(upstream, partition, name, key)
 
-    def step_now() -> Step:
-        return current_step() or Step(None)
-
-    with tf.control_dependencies(step.gather_limit.before_next()):
+    with tf.control_dependencies(step.gathers.before_first()):
         part = tf.identity(weight.own_part.read_value())
     whole = tf.ensure_shape(gathered(part), partition.shape)
-    _note(step, whole)
-    step.gather_limit.note_gathered(whole)
+    _note(whole)
+    step.gathers.note(None if tf_internals.is_recomputed() else key, whole, weight)
     return whole
 
 
-def _summed_part(upstream: Any, partition: Partition, name: str) -> tf.Tensor:
+def _summed_part(upstream: Any, partition: Partition, name: str, key: object) -> tf.Tensor:
     """Sums the gradient of a gathered weight over all replicas, weighted by their rows. Returns this replica's part."""
-    step = current_step() or Step(None)
+    step = _step()
     if tf_internals.is_watched(upstream):
         raise ValueError(
             f"With model_sharding='parameters' the gradient of {name!r} is a part of the sum over all replicas, but a "
             "tape records it, as if to differentiate it once more. Call `tape.gradient` outside of `with tape:`. "
             "Gradients of gradients by weights need a strategy without model_sharding."
         )
+    _gather_again(step, key)
     gradient = tf.ensure_shape(tf.convert_to_tensor(upstream), partition.shape)
     (gradient,) = step.or_zeros([weighted_for_sum(step, gradient, name)])
     request = ReductionRequest(tf.distribute.ReduceOp.SUM, [gradient], partitions=[partition])
     (part,) = _reducer().reduce(request, step)
-    _note(step, part)
-    step.gather_limit.note_summed(part)
+    _note(part)
+    step.gathers.note_summed(part)
     return part
+
+
+def _gather_again(step: Step, key: object) -> None:
+    """Gathers a weight once more for the backward pass, so that it need not stay in memory since the forward pass.
+
+    TensorFlow has traced all of its uses in the backward pass when it asks for the gradient of the weight.
+    """
+    known = step.gathers.taken(key)
+    if known is None:
+        return
+    uses = Uses(known.whole)
+    if not uses.backward:
+        return
+    weight: Any = known.weight()
+    with tf.control_dependencies(step.gathers.before_second(uses)):
+        part = tf.identity(weight.own_part.read_value())
+    again = tf.ensure_shape(_gathered(part, weight.partition), weight.partition.shape)
+    _note(again)
+    uses.replace_in_backward(again)
+
+
+def _gathered(part: tf.Tensor, partition: Partition) -> tf.Tensor:
+    (whole,) = _reducer().gather_parts([part], [partition], _step())
+    return whole
+
+
+def _step() -> Step:
+    return current_step() or Step(None)
 
 
 def _reducer() -> Any:
     return tf.distribute.get_strategy().extended.reducer
 
 
-def _note(step: Step, exchanged: tf.Tensor) -> None:
-    if tf.is_symbolic_tensor(exchanged):
+def _note(exchanged: tf.Tensor) -> None:
+    """Notes in the step that a tensor is equal on all replicas, or part of one."""
+    step = current_step()
+    if step is not None and tf.is_symbolic_tensor(exchanged):
         step.exchanges.results.add(exchanged.ref())

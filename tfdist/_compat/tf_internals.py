@@ -95,9 +95,12 @@ __all__ = [
     "context",
     "control_status_ctx",
     "coordination_config_pb2",
+    "copied",
     "get_current_replica_id_as_int",
     "is_in_creator_scope",
+    "is_of_gradients",
     "is_op_determinism_enabled",
+    "is_recomputed",
     "is_recorded",
     "is_saving_non_distributed",
     "is_watched",
@@ -105,6 +108,7 @@ __all__ = [
     "number_of_workers",
     "python_function_of",
     "regroup",
+    "replace_input",
     "runtime_has_started",
     "tf_convert",
 ]
@@ -153,6 +157,38 @@ def is_recorded() -> bool:
 def is_watched(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
     """Returns whether a `tf.GradientTape` records operations on a tensor. Without it: wrong gradients of gradients."""
     return bool(record.should_record_backprop(tf.nest.flatten(tensor, expand_composites=True)))
+
+
+def is_of_gradients(operation: tf.Operation) -> bool:
+    """Returns whether a `tf.GradientTape` has made an operation, to compute gradients.
+
+    Without it: each weight that is divided among replicas stays whole in memory from the forward pass to its gradient.
+    """
+    return operation.name.startswith("gradient_tape/")  # The name scope that TensorFlow opens for them.
+
+
+def is_recomputed() -> bool:
+    """Returns whether the caller runs in the backward pass of `tf.recompute_grad`, as under `keras.RematScope`.
+
+    Without it: weights that are divided among replicas are gathered three times where twice suffices.
+    """
+    codes = (frame.f_code for frame in call_stack.frames())
+    return any(code.co_name == "inner_recompute_grad" and "custom_gradient" in code.co_filename for code in codes)
+
+
+def replace_input(operation: tf.Operation, tensor: tf.Tensor, other: tf.Tensor) -> None:
+    """Replaces an input of an operation of a graph by another tensor. Without it: as `is_of_gradients`."""
+    for place, each in enumerate(operation.inputs):
+        if each.ref() == tensor.ref():
+            operation._update_input(place, other)
+
+
+def copied(operation: tf.Operation, first: tf.Tensor) -> tf.Operation:
+    """Returns a copy of an operation of a graph, with another first input. Without it: as `is_of_gradients`."""
+    attributes = {name: value for name, value in operation.node_def.attr.items() if name != "_class"}
+    kinds = [output.dtype for output in operation.outputs]
+    inputs = [first, *operation.inputs[1:]]
+    return operation.graph.create_op(operation.type, inputs, kinds, attrs=attributes, op_def=operation.op_def)
 
 
 def bodies_of_call(operation: tf.Operation) -> list[Any]:
