@@ -68,7 +68,7 @@ def weighted(step: Step, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
     return [times(gradient, step.weight) for gradient in gradients]
 
 
-def weighted_for_sum(step: Step, gradient: tf.Tensor, variable: str) -> tf.Tensor:
+def weighted_for_sum(step: Step, gradient: Any, variable: str) -> Any:
     """Weights the gradient of one variable, which is summed over replicas before an optimizer gets it.
 
     Raises:
@@ -76,7 +76,8 @@ def weighted_for_sum(step: Step, gradient: tf.Tensor, variable: str) -> tf.Tenso
     """
     if step.share is None or step.weights_loss:
         return gradient
-    if step.reduction is None and tf.is_symbolic_tensor(gradient) and not step.has_static_rows:
+    is_traced = tf.is_symbolic_tensor(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient)
+    if step.reduction is None and is_traced and not step.has_static_rows:
         told = reduction_told_by(step.degrees.of_gradients([gradient]))
         if told not in ("mean", "sum"):
             raise LossReductionError(

@@ -26,6 +26,8 @@ from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.memory_report import MadeVariables
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_reducer import PartReducer
+from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 from tfdist.strategies.sharding.state_creation import (
     check_is_updated_in_parts,
     check_model_sharding,
@@ -151,6 +153,8 @@ class ReplicatedExtended:
             )
         if self.parts is not None and args:
             check_is_updated_in_parts(var)
+        if isinstance(var, ShardedWeight) and tf.distribute.in_cross_replica_context():
+            args = tuple(map(_parts, args))  # Keras passes averages of weights, of which each replica has a part too.
         return super().update(var, fn, args, kwargs, group)
 
     def _call_for_each_replica(self, fn, args, kwargs):
@@ -258,6 +262,12 @@ class ReplicatedExtended:
             return leaf
         numbers = iter(local)
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
+
+
+def _parts(value):
+    """Returns the parts of sharded state, as one tensor for each replica; other values unchanged."""
+    state = value.value if isinstance(value, keras.Variable) else value
+    return tf_internals.regroup([own.read_value() for own in state.values]) if isinstance(state, ShardedState) else value
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """Weights of which each replica keeps its own part, and gathers the whole when a step reads it."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist._compat import keras_internals, tf_internals
@@ -103,16 +105,29 @@ def _read_in_step(weight: ShardedWeight) -> tf.Tensor:
     def gathered(part: tf.Tensor) -> Any:
         return _gathered(part, partition), lambda upstream: _summed_part(upstream, partition, name, key)
 
-    with tf.control_dependencies(step.gathers.before_first()):
-        part = tf.identity(weight.own_part.read_value())
-    whole = tf.ensure_shape(gathered(part), partition.shape)
+    with _outside_of_time_steps(step), tf.control_dependencies(step.gathers.before_first()):
+        whole = gathered(tf.identity(weight.own_part.read_value()))
+        step.gathers.note(None if tf_internals.is_recomputed() else key, whole, weight)
     _note(whole)
-    step.gathers.note(None if tf_internals.is_recomputed() else key, whole, weight)
     return whole
 
 
-def _summed_part(upstream: Any, partition: Partition, name: str, key: object) -> tf.Tensor:
-    """Sums the gradient of a gathered weight over all replicas, weighted by their rows. Returns this replica's part."""
+def _outside_of_time_steps(step: Step) -> Any:
+    """Returns a context in which a recurrent layer gathers a weight once, before its loop over time steps."""
+    is_recurrent = any(isinstance(caller, keras.layers.RNN) for caller in keras_internals.open_scopes())
+    if not is_recurrent or not step.in_loop:
+        return contextlib.nullcontext()
+    graph: Any = tf.compat.v1.get_default_graph()
+    while not isinstance(graph, tf_internals.WhileBodyFuncGraph | tf_internals.WhileCondFuncGraph):
+        graph = graph.outer_graph
+    return graph.outer_graph.as_default()
+
+
+def _summed_part(upstream: Any, partition: Partition, name: str, key: object) -> Any:
+    """Sums the gradient of a gathered weight over all replicas, weighted by their rows. Returns this replica's part.
+
+    Of a sparse gradient it gets the rows of all replicas that lie in its part.
+    """
     step = _step()
     if tf_internals.is_watched(upstream):
         raise ValueError(
@@ -121,12 +136,12 @@ def _summed_part(upstream: Any, partition: Partition, name: str, key: object) ->
             "Gradients of gradients by weights need a strategy without model_sharding."
         )
     _gather_again(step, key)
-    gradient = tf.ensure_shape(tf.convert_to_tensor(upstream), partition.shape)
-    (gradient,) = step.or_zeros([weighted_for_sum(step, gradient, name)])
+    (gradient,) = step.or_zeros([weighted_for_sum(step, upstream, name)])
     request = ReductionRequest(tf.distribute.ReduceOp.SUM, [gradient], partitions=[partition])
     (part,) = _reducer().reduce(request, step)
-    _note(part)
-    step.gathers.note_summed(part)
+    values = part.values if isinstance(part, tf.IndexedSlices) else part
+    _note(values)
+    step.gathers.note_summed(values)
     return part
 
 
@@ -144,7 +159,7 @@ def _gather_again(step: Step, key: object) -> None:
     weight: Any = known.weight()
     with tf.control_dependencies(step.gathers.before_second(uses)):
         part = tf.identity(weight.own_part.read_value())
-    again = tf.ensure_shape(_gathered(part, weight.partition), weight.partition.shape)
+    again = _gathered(part, weight.partition)
     _note(again)
     uses.replace_in_backward(again)
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.strategies.sharding.weight_uses import Uses
 
-_KEPT = 4  # Gathers and sums for which later gathers may wait. Earlier ones are complete by then.
+_AHEAD_BYTES = 16 << 20  # Weights of this size may be gathered, or their gradients summed, ahead; at least one each.
 
 
 class Gathered(NamedTuple):
@@ -25,7 +25,7 @@ class Gathered(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    gathered: list[tf.Tensor]
+    gathered: list[tf.Tensor]  # Those for which no gather waits yet.
     summed: list[tf.Tensor]
     begun: list[tf.Operation]  # Operations that must have run before the last second gather.
 
@@ -34,8 +34,8 @@ class StepGathers:
     """The gathers of weights in one replica's step, in the order of tracing.
 
     TensorFlow starts each operation once its inputs exist. Weights exist when the step begins, so all of them would be
-    gathered at once. Instead a gather waits for the uses of the weights gathered before, except for the last one. The
-    next weight thus arrives while the present one is used.
+    gathered at once. Instead a gather waits for the uses of the weights gathered before, except for the last ones, of
+    up to 16 MiB. The next weights thus arrive while the present one is used.
 
     Operations wait only for operations that were traced before the first use of what they compute, so no two wait for
     each other.
@@ -51,15 +51,14 @@ class StepGathers:
         traced = self._in_graph()
         if traced is None:
             return []
-        uses = [use for whole in traced.gathered[:-1] for use in Uses(whole).all]
-        return list(dict.fromkeys([*uses, *(part.op for part in traced.summed[:-1])]))
+        uses = [use for whole in _but_last(traced.gathered) for use in Uses(whole).all]
+        return list(dict.fromkeys([*uses, *(part.op for part in _but_last(traced.summed))]))
 
     def note(self, key: object | None, whole: tf.Tensor, weight: Any) -> None:
         """Notes that the step has gathered a weight, which `taken` returns by its key, if there is one."""
         traced = self._in_graph()
         if traced is not None:
             traced.gathered.append(whole)
-            del traced.gathered[:-_KEPT]
             if key is not None:
                 self._known[key] = Gathered(whole, weakref.ref(weight), self._assignments.get(id(weight), 0))
 
@@ -72,7 +71,6 @@ class StepGathers:
         traced = self._in_graph()
         if traced is not None:
             traced.summed.append(part)
-            del traced.summed[:-_KEPT]
 
     def taken(self, key: object) -> Gathered | None:
         """Returns a weight that should be gathered again for the backward pass in the current graph; else `None`.
@@ -97,7 +95,7 @@ class StepGathers:
         if traced is None:
             return []
         own = uses.inputs_of_first
-        ahead = [*(traced.begun or own), *(part.op for part in traced.summed[:-1])]
+        ahead = [*(traced.begun or own), *(part.op for part in _but_last(traced.summed))]
         traced.begun[:] = own
         return uses.traced_before_first(ahead)
 
@@ -105,3 +103,16 @@ class StepGathers:
         if tf.executing_eagerly():
             return None
         return self._traced.setdefault(tf.compat.v1.get_default_graph(), _Traced([], [], []))
+
+
+def _but_last(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Removes the tensors that must be used before the next one arrives, and returns them: all but the last ones."""
+    ahead, kept = 0, 0
+    for tensor in reversed(tensors):
+        ahead += (tensor.shape.num_elements() or 0) * tensor.dtype.size
+        if kept and ahead > _AHEAD_BYTES:
+            break
+        kept += 1
+    done = tensors[: len(tensors) - kept]
+    del tensors[: len(tensors) - kept]
+    return done

@@ -1,0 +1,244 @@
+"""Small trainings of models whose weights are divided among replicas, which tests run in worker processes."""
+
+import contextlib
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops, optimizers
+
+import sharding_checks
+import tfdist
+from keras_features import start_anew
+from keras_features import strategy_of as strategy
+from strategy_checks import own_index
+from tfdist.strategies.sharding import weight_creation
+from tfdist.strategies.sharding.sharded_weight import ShardedWeight
+
+WIDTH = 7
+
+
+@contextlib.contextmanager
+def small_weights_too():
+    """Divides all weights but the smallest, so that models of tests stay small."""
+    before, weight_creation.FEWEST_ELEMENTS = weight_creation.FEWEST_ELEMENTS, 16
+    try:
+        yield
+    finally:
+        weight_creation.FEWEST_ELEMENTS = before
+
+
+class OwnStep(keras.Model):
+    """A model with a training step of its own, whose loss is a mean over rows."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class UnknownLoss(OwnStep):
+    """A model with a training step whose loss grows with the root of the number of rows."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.sqrt(ops.sum(ops.square(y - self(x, training=True))))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class TwiceDifferentiated(OwnStep):
+    """A model whose loss contains gradients of its weights."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(y - self(x, training=True)))
+            loss += sum(ops.sum(ops.square(each)) for each in tape.gradient(loss, weights))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def mlp(kind=keras.Model, **options):
+    inputs = layers.Input((WIDTH,))
+    hidden = layers.Dense(33, activation="tanh", **options)(inputs)
+    hidden = layers.Dense(12, activation="gelu", **options)(layers.LayerNormalization()(hidden))
+    return kind(inputs, layers.Dense(3)(hidden))
+
+
+def shared():
+    """Returns a model that uses a layer twice, and a weight in a branch."""
+    inputs = layers.Input((WIDTH,))
+    twice = layers.Dense(WIDTH, activation="tanh")
+    return keras.Model(inputs, layers.Dense(3)(twice(twice(inputs))))
+
+
+def conv():
+    inputs = layers.Input((WIDTH,))
+    hidden = layers.Conv1D(8, 3, activation="relu")(layers.Reshape((WIDTH, 1))(inputs))
+    return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(layers.BatchNormalization()(hidden))))
+
+
+def attention():
+    inputs = layers.Input((WIDTH,))
+    hidden = layers.Dense(8)(layers.Reshape((WIDTH, 1))(inputs))
+    hidden = layers.MultiHeadAttention(2, 4)(hidden, hidden)
+    return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(hidden)))
+
+
+def recurrent():
+    inputs = layers.Input((WIDTH,))
+    return keras.Model(inputs, layers.Dense(3)(layers.LSTM(6)(layers.Reshape((WIDTH, 1))(inputs))))
+
+
+def embedding():
+    inputs = layers.Input((WIDTH,))
+    rows = layers.Lambda(lambda x: ops.cast(ops.abs(x) * 7, "int32"))(inputs)
+    return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(layers.Embedding(40, 4)(rows))))
+
+
+def mixed():
+    before = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    try:
+        return mlp()
+    finally:
+        keras.mixed_precision.set_dtype_policy(before)
+
+
+MODELS = {
+    "mlp": mlp,
+    "shared": shared,
+    "conv": conv,
+    "attention": attention,
+    "recurrent": recurrent,
+    "embedding": embedding,
+    "mixed": mixed,
+    "own_step": lambda: mlp(OwnStep),
+    "constrained": lambda: mlp(kernel_constraint="max_norm", kernel_regularizer="l2"),
+    "unknown_loss": lambda: mlp(UnknownLoss),
+    "twice_differentiated": lambda: mlp(TwiceDifferentiated),
+}
+OPTIONS = {
+    "run_eagerly": {"run_eagerly": True},
+    "several_steps": {"steps_per_execution": 2},
+}
+
+
+def build(name, place, optimizer=None):
+    start_anew()
+    with place.scope(), small_weights_too():
+        model = MODELS.get(name, mlp)()
+        model.compile((optimizer or (lambda: optimizers.Adam(0.01)))(), "mse", **OPTIONS.get(name, {}))
+    return model
+
+
+def is_divided(variable):
+    return isinstance(variable.value, ShardedWeight)
+
+
+def trained(placement, name, sharding):
+    """Trains a model. Returns its losses, weights and predictions, and whether any weight is divided."""
+    model = build(name, strategy(placement, model_sharding=sharding))
+    losses = sharding_checks.train(model)
+    x, y = sharding_checks.data()
+    evaluated = model.evaluate(x, y, batch_size=20, verbose=0)
+    predicted = model.predict(x[:10], batch_size=4, verbose=0)
+    result = {"losses": [*losses, evaluated], "weights": model.get_weights(), "predicted": predicted}
+    return result | {"divided": sum(is_divided(each) for each in model.variables)}
+
+
+def trained_with(placement, optimizer, sharding):
+    """Trains a model with one of the optimizers of `sharding_checks`."""
+    make = {**sharding_checks.OPTIMIZERS, **sharding_checks.ROUNDED}[optimizer]
+    model = build("mlp", strategy(placement, model_sharding=sharding), make)
+    losses = sharding_checks.train(model)
+    state = [variable.numpy() for variable in model.optimizer.variables if "accum" not in variable.path]
+    return {"losses": losses, "weights": model.get_weights(), "state": state}
+
+
+def unequal_shares(placement, sharding):
+    """Trains in a custom loop on batches that do not divide evenly among replicas, the last one with one row."""
+    place = strategy(placement, model_sharding=sharding)
+    model = build("own_step", place)
+    x, y = sharding_checks.data()
+    model.fit(x[:25], y[:25], batch_size=12, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def round_trip(placement, folder, saved_with, loaded_with):
+    """Trains, saves and loads a model, and trains on. Returns the results, and those of the same model unloaded."""
+    model = build("mlp", strategy(placement, model_sharding=saved_with))
+    sharding_checks.train(model)
+    path = os.path.join(folder, f"{own_index() if placement.startswith('2') else 0}.keras")
+    model.save(path)
+    with strategy(placement, model_sharding=loaded_with).scope(), small_weights_too():
+        loaded = keras.models.load_model(path)
+    return [{"losses": sharding_checks.train(each), "weights": each.get_weights()} for each in (loaded, model)]
+
+
+def reported(placement):
+    """Returns the bytes of divided weights on each replica of this worker, of the whole weights, and the report."""
+    place = strategy(placement, model_sharding="parameters")
+    model = build("mlp", place)
+    with place.scope():
+        model.optimizer.build(model.trainable_variables)
+    divided = [variable for variable in model.variables if is_divided(variable)]
+    parts = [place.experimental_local_results(variable.value) for variable in divided]
+    taken = [sum(part.numpy().nbytes for part in replica) for replica in zip(*parts, strict=True)]
+    return taken, sum(int(np.prod(variable.shape)) * 4 for variable in divided), place.memory_report()
+
+
+def gathers(number):
+    """Returns how many gathers and sums of weights a training step of a deep model has, with its number of layers."""
+    place = strategy("1x2", model_sharding="parameters")
+    start_anew()
+    with place.scope(), small_weights_too():
+        model = keras.Sequential([layers.Input((WIDTH,)), *(layers.Dense(WIDTH) for _ in range(number))])
+        model.compile("sgd", "mse")
+    x, _ = sharding_checks.data()
+    model.fit(x, x, batch_size=24, verbose=0)
+    graph = model.train_function._function.get_concrete_function
+    return graph
+
+
+def refused(name, placement="1x2"):
+    model = build(name, strategy(placement, model_sharding="parameters"))
+    sharding_checks.train(model)
+
+
+def refused_optimizer():
+    model = build("mlp", strategy("1x2", model_sharding="parameters"), lambda: optimizers.Muon(0.01))
+    sharding_checks.train(model)
+
+
+def refused_export(folder):
+    model = build("mlp", strategy("1x2", model_sharding="parameters"))
+    model.export(os.path.join(folder, "exported"))
+
+
+def refused_apply():
+    place = strategy("1x2", model_sharding="parameters")
+    model = build("mlp", place, lambda: optimizers.SGD(0.1))
+    weights = model.trainable_variables
+    place.run(tf.function(lambda: model.optimizer.apply([tf.ones(each.shape) for each in weights], weights)))
+
+
+def saved_by_callback(folder):
+    """Trains with a `ModelCheckpoint` of the weights only. Returns the weights, and those of the file."""
+    model = build("mlp", strategy("2x1", model_sharding="parameters"))
+    path = os.path.join(folder, "model.weights.h5")
+    callback = tfdist.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    x, y = sharding_checks.data()
+    model.fit(x, y, batch_size=24, verbose=0, callbacks=[callback])
+    weights = model.get_weights()
+    model.load_weights(path)
+    return weights, model.get_weights()
