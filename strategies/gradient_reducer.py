@@ -96,7 +96,7 @@ class GradientReducer:
             of_rest = dataclasses.replace(
                 request,
                 values=[values[i] for i in rest],
-                variables=[request.variables[i] for i in rest],
+                variables=[request.variables[i] for i in rest] if request.variables else (),
                 partitions=(),
             )
             for i, total in zip(rest, self.reduce(of_rest, step), strict=True):

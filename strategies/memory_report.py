@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.readable_numbers import size
 from tfdist.strategies.distributed_variables import OptimizerVariable, WeightVariable
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
+from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class MemoryReport:
       residuals: What compression keeps from step to step.
       other: Other variables, such as statistics of layers and metrics.
       whole_optimizer_state: What `optimizer_state` would be without sharding.
+      whole_weights: What `weights`, and `gradients`, would be without sharding.
     """
 
     weights: int
@@ -36,6 +38,7 @@ class MemoryReport:
     residuals: int
     other: int
     whole_optimizer_state: int
+    whole_weights: int
 
     @property
     def total(self) -> int:
@@ -46,12 +49,13 @@ class MemoryReport:
     @property
     def whole_total(self) -> int:
         """What `total` would be without sharding."""
-        return self.total - self.optimizer_state + self.whole_optimizer_state
+        more = self.whole_optimizer_state - self.optimizer_state + 2 * (self.whole_weights - self.weights)
+        return self.total + more
 
     def __str__(self) -> str:
         rows = {
-            "weights": (self.weights, self.weights),
-            "gradients": (self.gradients, self.gradients),
+            "weights": (self.weights, self.whole_weights),
+            "gradients": (self.gradients, self.whole_weights),
             "optimizer state": (self.optimizer_state, self.whole_optimizer_state),
             "accumulated gradients": (self.accumulated_gradients, self.accumulated_gradients),
             "residuals": (self.residuals, self.residuals),
@@ -89,10 +93,13 @@ class MadeVariables:
             residuals=residuals,
             other=_on_one_replica(kinds.get("other", ())),
             whole_optimizer_state=sum(map(_whole_bytes, state)),
+            whole_weights=sum(map(_whole_bytes, kinds.get("weights", ()))),
         )
 
 
 def _kind_of(variable: Any) -> str:
+    if isinstance(variable, ShardedWeight):
+        return "weights"
     if isinstance(variable, OptimizerVariable | ShardedState):
         return "accumulated_gradients" if is_accumulator(variable) else "optimizer_state"
     return "weights" if isinstance(variable, WeightVariable) and variable.trainable else "other"

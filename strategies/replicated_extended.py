@@ -83,6 +83,11 @@ class ReplicatedExtended:
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
                 f"{type(collectives).__name__}. Leave cross_device_ops out."
             )
+        if policy is not None and self._shards_weights:
+            raise ValueError(
+                f"model_sharding='parameters' sums gradients uncompressed, in the backward pass, but got compression="
+                f"{compression!r}. Leave compression out, or use model_sharding='optimizer'."
+            )
         if policy is not None:
             self.communication = CompressionState(policy, collectives, time_exchanges)
         # Gradients are encoded only if they leave a worker or device.
@@ -153,7 +158,7 @@ class ReplicatedExtended:
             )
         if self.parts is not None and args:
             check_is_updated_in_parts(var)
-        if isinstance(var, ShardedWeight) and tf.distribute.in_cross_replica_context():
+        if isinstance(var, ShardedWeight) and steps.current_step() is None:
             args = tuple(map(_parts, args))  # Keras passes averages of weights, of which each replica has a part too.
         return super().update(var, fn, args, kwargs, group)
 
@@ -267,7 +272,9 @@ class ReplicatedExtended:
 def _parts(value):
     """Returns the parts of sharded state, as one tensor for each replica; other values unchanged."""
     state = value.value if isinstance(value, keras.Variable) else value
-    return tf_internals.regroup([own.read_value() for own in state.values]) if isinstance(state, ShardedState) else value
+    return (
+        tf_internals.regroup([own.read_value() for own in state.values]) if isinstance(state, ShardedState) else value
+    )
 
 
 @contextlib.contextmanager

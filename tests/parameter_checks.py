@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 
 import keras
 import numpy as np
@@ -197,22 +198,40 @@ def reported(placement):
     return taken, sum(int(np.prod(variable.shape)) * 4 for variable in divided), place.memory_report()
 
 
-def gathers(number):
-    """Returns how many gathers and sums of weights a training step of a deep model has, with its number of layers."""
+def exchanges(number):
+    """Returns how many gathers, and sums of gradients, of all replicas a training step of a deep model has."""
+    counts = {"all_gather_parts": 0, "reduce_scatter_tensors": 0}
     place = strategy("1x2", model_sharding="parameters")
+    for name in counts:
+        _count(place.extended.parts, name, counts)
     start_anew()
     with place.scope(), small_weights_too():
-        model = keras.Sequential([layers.Input((WIDTH,)), *(layers.Dense(WIDTH) for _ in range(number))])
+        model = keras.Sequential(
+            [layers.Input((WIDTH,)), *(layers.Dense(WIDTH, use_bias=False) for _ in range(number))]
+        )
         model.compile("sgd", "mse")
     x, _ = sharding_checks.data()
     model.fit(x, x, batch_size=24, verbose=0)
-    graph = model.train_function._function.get_concrete_function
-    return graph
+    return tuple(counts.values())
 
 
-def refused(name, placement="1x2"):
-    model = build(name, strategy(placement, model_sharding="parameters"))
-    sharding_checks.train(model)
+def _count(owner, name, counts):
+    """Counts how often a step traces a call of a method."""
+    method = getattr(owner, name)
+
+    def counted(*args, **kwargs):
+        counts[name] += not tf.executing_eagerly()
+        return method(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def refused_unknown_loss():
+    sharding_checks.train(build("unknown_loss", strategy("1x2", model_sharding="parameters")))
+
+
+def refused_gradients_of_gradients():
+    sharding_checks.train(build("twice_differentiated", strategy("1x2", model_sharding="parameters")))
 
 
 def refused_optimizer():
@@ -220,9 +239,10 @@ def refused_optimizer():
     sharding_checks.train(model)
 
 
-def refused_export(folder):
+def refused_export():
     model = build("mlp", strategy("1x2", model_sharding="parameters"))
-    model.export(os.path.join(folder, "exported"))
+    with tempfile.TemporaryDirectory() as folder:
+        model.export(os.path.join(folder, "exported"))
 
 
 def refused_apply():

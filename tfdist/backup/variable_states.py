@@ -160,6 +160,15 @@ class VariableStates(StateProvider):
             if is_left or saved.plain.get(slot.key) != slot.described:
                 continue
             locals_, was_shared = slot.locals(), slot.key in saved.shared
+            if not (saved.is_alike or was_shared) and is_accumulator(slot.variable):
+                total = _accumulated(slot, [part.arrays for part in saved.parts])
+                if isinstance(slot.variable.value, ShardedState):
+                    self._assign_whole(slot, total)
+                else:
+                    is_first = saved.worker == 0
+                    for replica, local in enumerate(locals_):
+                        local.assign(total if is_first and replica == 0 else np.zeros_like(total))
+                continue
             if not (saved.is_alike or was_shared) and _was_sharded(slot):
                 self._assign_whole(slot, _joined(slot, [part.arrays for part in saved.parts]))
                 continue
@@ -207,7 +216,9 @@ def _replicas(key: str, part: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _was_sharded(slot: Slot) -> bool:
-    """Whether a variable of which each replica has saved a value of its own was sharded optimizer state."""
+    """Whether a variable of which each replica has saved a value of its own was sharded."""
+    if slot.key.startswith("weight/"):  # Other weights with values of their own still have them.
+        return not slot.own or isinstance(slot.variable.value, ShardedState)
     return slot.key.startswith("optimizer/") and not is_accumulator(slot.variable)
 
 
@@ -215,6 +226,14 @@ def _joined(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray
     """Returns the whole value of sharded state from the arrays that all former workers have saved."""
     values = list(zip(*(_replicas(slot.key, part) for part in parts), strict=True))  # [replica][worker]
     return whole_of_arrays(tuple(slot.variable.shape), [value for workers in values for value in workers])
+
+
+def _accumulated(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """Returns the sum of the gradients that former replicas have accumulated: of parts, or of whole gradients each."""
+    values = [value for part in parts for value in _replicas(slot.key, part)]
+    if any(value.shape != tuple(slot.variable.shape) for value in values):
+        return _joined(slot, parts)
+    return np.sum(values, axis=0, dtype=values[0].dtype)
 
 
 def _spread(slot: Slot, saved: list[np.ndarray], replicas: int, is_first: bool) -> list[np.ndarray]:

@@ -119,15 +119,16 @@ def _training_on(callback: Any) -> Iterator[None]:
 class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint`, written by the chief. The files exist on all workers when `fit` returns.
 
-    If the optimizer's state is sharded, all workers take part when the whole model is saved. The others write a file of
+    If what is saved is divided among workers, by `model_sharding`, all workers take part. The others write a file of
     their own to a temporary folder, since Keras decides in which order the state is read.
     """
 
     @property
     def _needs_all(self) -> bool:  # type: ignore[override]
         strategy = self.model.distribute_strategy
-        is_sharded = getattr(strategy, "model_sharding", None) is not None
-        return is_sharded and not self.save_weights_only and tf_internals.number_of_workers(strategy) > 1
+        sharding = getattr(strategy, "model_sharding", None)
+        is_sharded = sharding == "parameters" or (sharding is not None and not self.save_weights_only)
+        return is_sharded and tf_internals.number_of_workers(strategy) > 1
 
     def _with_all(self, hook: Callable[[], Any]) -> Any:
         if self._is_chief:

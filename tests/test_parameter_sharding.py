@@ -1,0 +1,125 @@
+"""Training with weights that are divided among replicas equals training without."""
+
+import numpy as np
+import pytest
+
+import parameter_checks as checks
+import tfdist
+from tfdist.errors import WorkerError
+
+# Each needs another way of reading a weight, or of updating it.
+MODELS = ["mlp", "conv", "attention", "recurrent", "embedding", "mixed", "own_step", "run_eagerly", "several_steps"]
+OPTIMIZERS = ["sgd", "clipvalue", "average", "average_at_end", "accumulation", "loss_scale"]
+ROUNDED = ["rmsprop", "clipnorm", "global_clipnorm"]
+
+
+def placements(names, number):
+    """Returns parameters (placement, name): each name on one placement of two replicas, elsewhere `exhaustive`."""
+    return [
+        pytest.param(place, name, marks=() if which == i % number else pytest.mark.exhaustive)
+        for i, name in enumerate(names)
+        for which, place in enumerate(["1x2", "2x1", "2x2"])
+    ]
+
+
+def assert_close(result, expected, tolerance):
+    for kind in ("losses", "weights", "state", "predicted"):
+        for own, other in zip(result.get(kind, ()), expected.get(kind, ()), strict=True):
+            np.testing.assert_allclose(own, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("placement", "name"), placements(MODELS, 2))
+def test_divided_weights_give_the_same_bits(placement, name, pools):
+    whole = pools(placement).run(checks.trained, placement, name, None)
+    divided = pools(placement).run(checks.trained, placement, name, "parameters")
+
+    for result, expected in zip(divided, whole, strict=True):
+        assert_close(result, expected, tolerance=1e-5 if placement == "2x2" else 0)
+        assert result["divided"] >= 2 and not expected["divided"]
+
+
+@pytest.mark.parametrize("name", ["shared", "constrained"])
+def test_weights_that_are_read_several_times_give_the_same_results(name, pools):
+    """Each read has a sum of its own, so the sums are added in another order."""
+    (whole,) = pools("1x2").run(checks.trained, "1x2", name, None)
+    (divided,) = pools("1x2").run(checks.trained, "1x2", name, "parameters")
+
+    assert_close(divided, whole, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("placement", "optimizer"), placements(OPTIMIZERS, 2))
+def test_optimizers_give_the_same_bits(placement, optimizer, pools):
+    whole = pools(placement).run(checks.trained_with, placement, optimizer, None)
+    divided = pools(placement).run(checks.trained_with, placement, optimizer, "parameters")
+
+    for result, expected in zip(divided, whole, strict=True):
+        assert_close(result, expected, tolerance=1e-5 if placement == "2x2" else 0)
+
+
+@pytest.mark.parametrize(("placement", "optimizer"), placements(ROUNDED, 2))
+def test_optimizers_give_the_same_results(placement, optimizer, pools):
+    whole = pools(placement).run(checks.trained_with, placement, optimizer, None)
+    divided = pools(placement).run(checks.trained_with, placement, optimizer, "parameters")
+
+    for result, expected in zip(divided, whole, strict=True):
+        assert_close(result, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
+def test_unequal_shares_count_by_their_rows(placement, pools):
+    whole = pools(placement).run(checks.unequal_shares, placement, None)
+    divided = pools(placement).run(checks.unequal_shares, placement, "parameters")
+
+    for result, expected in zip(divided, whole, strict=True):
+        for own, other in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
+@pytest.mark.parametrize("saved_with", ["parameters", pytest.param(None, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("loaded_with", ["parameters", "optimizer", None])
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
+def test_files_do_not_depend_on_sharding(placement, saved_with, loaded_with, pools, tmp_path):
+    for result, expected in pools(placement).run(checks.round_trip, placement, str(tmp_path), saved_with, loaded_with):
+        assert_close(result, expected, tolerance=0)
+
+
+def test_model_checkpoint_saves_weights_of_all_workers(pools, tmp_path):
+    for weights, loaded in pools("2x1").run(checks.saved_by_callback, str(tmp_path)):
+        for own, other in zip(loaded, weights, strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
+def test_each_replica_keeps_its_share(pools):
+    ((taken, whole, report),) = pools("1x2").run(checks.reported, "1x2")
+
+    assert max(taken) <= 1.03 * whole / 2
+    assert report.whole_weights > 1.5 * report.weights
+    assert report.whole_total > 1.5 * report.total
+
+
+def test_a_weight_is_gathered_once_for_each_pass(pools):
+    """The last weight stays until its gradient, and the first is not needed in the backward pass."""
+    ((gathers, sums),) = pools("1x2").run(checks.exchanges, 5)
+
+    assert (gathers, sums) == (2 * (5 + 3), 2 * 5)
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (checks.refused_unknown_loss, "tfdist.step_losses_are('mean')"),
+        (checks.refused_gradients_of_gradients, "a tape records it"),
+        (checks.refused_optimizer, "updates whole weights"),
+        (checks.refused_apply, "strategy.distributed_optimizer(optimizer)"),
+        (checks.refused_export, "export it there"),
+    ],
+)
+def test_what_cannot_work_is_refused(check, text, pools):
+    with pytest.raises(WorkerError) as error:
+        pools("1x2").run(check)
+    assert text in str(error.value.__cause__)
+
+
+def test_compression_is_refused():
+    with pytest.raises(ValueError, match="Leave compression out"):
+        tfdist.MirroredStrategy(["CPU:0"], model_sharding="parameters", compression="int8")
