@@ -42,7 +42,7 @@ def check_is_read_in_company() -> None:
     what = getattr(_local, "what", None)
     if what is not None:
         raise ClusterError(
-            f"With model_sharding, each worker has a part of the optimizer's state, so all workers must save it, but "
-            f"{what} runs on the chief alone. Use `tfdist.callbacks.ModelCheckpoint`, save weights only "
+            f"With model_sharding, each worker has a part of the model or its optimizer, so all workers must save it, "
+            f"but {what} runs on the chief alone. Use `tfdist.callbacks.ModelCheckpoint`, save weights only "
             "(`save_weights`), or call `model.save` on all workers, each with a path of its own."
         )

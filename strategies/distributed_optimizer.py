@@ -18,8 +18,8 @@ from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_tensors import Division
-from tfdist.strategies.sharding.sharded_weight import is_sharded_weight
 from tfdist.strategies.sharding.sharded_update import ShardedUpdate, assign_averages, partitions_of, update_averages
+from tfdist.strategies.sharding.sharded_weight import is_sharded_weight
 from tfdist.strategies.step import current_step, replicas
 
 

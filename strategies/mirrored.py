@@ -25,7 +25,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         `"powersgd(8)"`, or a function that chooses for each gradient; see `MultiWorkerMirroredStrategy`. The result
         equals, bit for bit, the result of as many workers with one device each.
       time_exchanges: Whether to measure how long compressed exchanges take; see `MultiWorkerMirroredStrategy`.
-      model_sharding: `"optimizer"` divides the optimizer's state among the devices; see `MultiWorkerMirroredStrategy`.
+      model_sharding: `"optimizer"` divides the optimizer's state among the devices, `"parameters"` the weights too;
+        see `MultiWorkerMirroredStrategy`.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. A single process
         uses only the deadlines for preemption and, under `tfdist run`, for the watchdog.
 

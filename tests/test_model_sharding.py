@@ -88,5 +88,7 @@ def test_state_of_unknown_weights_is_refused(pools):
 
 
 def test_unknown_modes_are_refused():
-    with pytest.raises(ValueError, match="`model_sharding` must be one of None, 'optimizer', got 'weights'"):
+    with pytest.raises(
+        ValueError, match="`model_sharding` must be one of None, 'optimizer', 'parameters', got 'weights'"
+    ):
         tfdist.MirroredStrategy(["CPU:0"], model_sharding="weights")

@@ -116,9 +116,9 @@ def check_updates_parts(optimizer: Any, variables: Sequence[Any]) -> None:
     if weight is not None and not is_elementwise(optimizer):
         raise ValueError(
             f"With model_sharding='parameters' each replica has a part of {tensorflow_variable(weight).name!r}, but "
-            f"optimizer {optimizer.name!r} updates whole weights. Use an optimizer that updates each element by itself, "
-            "such as AdamW, or model_sharding='optimizer'. If this one does, set `updates_elementwise = True` in its "
-            "class."
+            f"optimizer {optimizer.name!r} updates whole weights. Use an optimizer that updates each element by "
+            "itself, such as AdamW, or model_sharding='optimizer'. If this one does, set `updates_elementwise = True` "
+            "in its class."
         )
 
 

@@ -72,8 +72,9 @@ class ShardedWeight(ShardedState):
         alike = step.exchanges.results if step is not None else ()
         if isinstance(value, tf.IndexedSlices) or (tf.is_symbolic_tensor(value) and may_differ(value, alike=alike)):
             raise ValueError(
-                f"With model_sharding='parameters' all replicas must assign the same value to {self.name!r}, but a step "
-                "assigns rows of it, or a value that may differ between replicas. Average the value by `all_reduce`."
+                f"With model_sharding='parameters' all replicas must assign the same value to {self.name!r}, but a "
+                "step assigns rows of it, or a value that may differ between replicas. Average the value by "
+                "`all_reduce`."
             )
         self.note_assigned()
         return super()._update_replica(update_fn, value, **kwargs)

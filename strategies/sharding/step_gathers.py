@@ -42,7 +42,7 @@ class StepGathers:
     """
 
     def __init__(self) -> None:
-        self._traced: "weakref.WeakKeyDictionary[tf.Graph, _Traced]" = weakref.WeakKeyDictionary()
+        self._traced: weakref.WeakKeyDictionary[tf.Graph, _Traced] = weakref.WeakKeyDictionary()
         self._known: dict[object, Gathered] = {}
         self._assignments: dict[int, int] = {}
 
