@@ -70,8 +70,6 @@ _NAMES_BY_FEATURE = {
         "tensorflow.python.framework.config:is_op_determinism_enabled",
         "tensorflow.python.eager:record",
         "tensorflow.python.eager.record:could_possibly_record",
-        "tensorflow.python.eager.record:should_record_backprop",
-        _DISTRIBUTE + "values_util:is_saving_non_distributed",
     ),
     "the exchange of gradients": (
         *(f"{_REDUCE}.{name}" for name in ("_all_reduce", "_all_reduce_per_replica_values", "_batch_all_gather")),
@@ -174,6 +172,14 @@ _NAMES_BY_FEATURE = {
         "keras.src.backend.common.global_state:set_global_attribute",
         "keras.src.random:seed_generator",
         "keras.src.random.seed_generator:global_seed_generator(GLOBAL_SEED_GENERATOR|global_seed_generator)",
+    ),
+    "weights in parts": (
+        "tensorflow.python.eager.record:should_record_backprop",
+        "tensorflow.python.eager.backprop:_gradient_function(gradient_tape/)",
+        "tensorflow.python.framework.ops:Operation._update_input",
+        "tensorflow.python.ops.custom_gradient:recompute_grad(inner.grad_wrapper)",
+        _DISTRIBUTE + "values_util:is_saving_non_distributed",
+        "keras.src.backend.common.symbolic_scope:in_symbolic_scope",
     ),
     "saving on the chief alone": ("keras.src.saving.saving_lib:get_attr_skipset",),
     "tfdist.callbacks.BackupAndRestore": (f"{_MODEL}._initial_epoch",),

@@ -69,6 +69,9 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 # Whether a gradient tape records; see `is_recorded`.
 from tensorflow.python.eager import record
 
+# The module of `tf.recompute_grad`; see `is_recomputed`.
+from tensorflow.python.ops import custom_gradient
+
 from tfdist._compat import call_stack
 
 # The types of eager tensors and of the graphs of functions. Without them: only the names of attributes tell them.
@@ -172,8 +175,8 @@ def is_recomputed() -> bool:
 
     Without it: weights that are divided among replicas are gathered three times where twice suffices.
     """
-    codes = (frame.f_code for frame in call_stack.frames())
-    return any(code.co_name == "inner_recompute_grad" and "custom_gradient" in code.co_filename for code in codes)
+    inside = (frame for frame in call_stack.frames() if frame.f_code.co_name == "grad_wrapper")
+    return any(frame.f_globals.get("__name__") == custom_gradient.__name__ for frame in inside)
 
 
 def replace_input(operation: tf.Operation, tensor: tf.Tensor, other: tf.Tensor) -> None:
