@@ -1,4 +1,4 @@
-"""Small trainings of models whose weights are divided among replicas, which tests run in worker processes."""
+"""Small trainings of models with divided weights, which tests run in worker processes."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def small_weights_too():
 
 
 class OwnStep(keras.Model):
-    """A model with a training step of its own, whose loss is a mean over rows."""
+    """A model with a training step of its own: its loss is a mean over rows."""
 
     def train_step(self, data):
         x, y = data
@@ -43,7 +43,7 @@ class OwnStep(keras.Model):
 
 
 class UnknownLoss(OwnStep):
-    """A model with a training step whose loss grows with the root of the number of rows."""
+    """A model with a training step of its own: its loss grows with the root of the number of rows."""
 
     def train_step(self, data):
         x, y = data
@@ -55,7 +55,7 @@ class UnknownLoss(OwnStep):
 
 
 class TwiceDifferentiated(OwnStep):
-    """A model whose loss contains gradients of its weights."""
+    """A model with a loss that contains gradients of its weights."""
 
     def train_step(self, data):
         x, y = data

@@ -127,7 +127,7 @@ def _outside_of_time_steps(step: Step) -> Any:
 def _summed_part(upstream: Any, partition: Partition, name: str, key: object) -> Any:
     """Sums the gradient of a gathered weight over all replicas, weighted by their rows. Returns this replica's part.
 
-    Of a sparse gradient it gets the rows of all replicas that lie in its part.
+    If the gradient is sparse, the result has the rows of all replicas that lie in this part.
     """
     step = _step()
     if tf_internals.is_watched(upstream):

@@ -37,8 +37,8 @@ class StepGathers:
     gathered at once. Instead a gather waits for the uses of the weights gathered before, except for the last ones, of
     up to 16 MiB. The next weights thus arrive while the present one is used.
 
-    Operations wait only for operations that were traced before the first use of what they compute, so no two wait for
-    each other.
+    A gather waits only for operations that were traced before the first use of its weight. So no two operations wait
+    for each other.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class StepGathers:
     def before_second(self, uses: Uses) -> list[tf.Operation]:
         """Returns the operations for which a second gather, for the uses of a weight in the backward pass, must wait.
 
-        These are the gradients of what follows the weight that was gathered again before, so that the next weight
-        arrives one layer ahead; and sums of gradients.
+        These are the gradients that the previous second gather waited for by itself, so that the next weight arrives
+        one layer ahead; and sums of gradients.
         """
         traced = self._in_graph()
         if traced is None:

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdist._compat import tf_internals
 
-# Operations that pass a weight on in another form. What computes with the weight follows them.
+# Operations that pass a weight on in another form. The operations that compute with the weight follow them.
 _VIEWS = {"Identity", "Reshape", "Cast", "Transpose", "ExpandDims", "Squeeze", "StopGradient", "EnsureShape"}
 
 
@@ -15,7 +15,7 @@ class Uses:
 
     Attributes:
       all: These operations.
-      backward: The operations of the backward pass that take the tensor, or what the forward pass has made of it so.
+      backward: The operations of the backward pass that take the tensor, or a view of it from the forward pass.
     """
 
     def __init__(self, whole: tf.Tensor):
@@ -25,7 +25,7 @@ class Uses:
 
     @property
     def inputs_of_first(self) -> list[tf.Operation]:
-        """The operations on whose results the first use in the backward pass depends, except for the weight."""
+        """The operations that give the inputs of the first use in the backward pass, except for the weight."""
         order = self._order
         first = min(self.backward, key=lambda operation: order[operation.name])
         own = {tensor.ref() for tensor in (self._whole, *_views(self._whole))}
