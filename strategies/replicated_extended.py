@@ -47,7 +47,7 @@ class ReplicatedExtended:
     communication: CompressionState | None = None
     reducer: GradientReducer
     parts: PartReducer | None = None
-    _shards_weights = False
+    _model_sharding: str | None = None
     _num_workers = 1
     _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
@@ -55,6 +55,7 @@ class ReplicatedExtended:
     def shard(self, model_sharding):
         """Sets what of a model is sharded, by the argument of the strategy; called once, before `compress`."""
         check_model_sharding(model_sharding)
+        self._model_sharding = model_sharding
         if model_sharding is None or self._num_replicas_in_sync == 1:
             return
         if not isinstance(self._cross_device_ops, Collectives):
@@ -63,7 +64,6 @@ class ReplicatedExtended:
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
         self.parts = PartReducer(self._cross_device_ops)
-        self._shards_weights = model_sharding == "parameters"
 
     def gathered(self, state):
         """Returns the whole value of a `ShardedState`, outside of a step. All workers must call this method.
@@ -83,7 +83,7 @@ class ReplicatedExtended:
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
                 f"{type(collectives).__name__}. Leave cross_device_ops out."
             )
-        if policy is not None and self._shards_weights:
+        if policy is not None and self._model_sharding == "parameters":
             raise ValueError(
                 f"model_sharding='parameters' sums gradients uncompressed, in the backward pass, but got compression="
                 f"{compression!r}. Leave compression out, or use model_sharding='optimizer'."
@@ -123,7 +123,7 @@ class ReplicatedExtended:
                 state = make_sharded_state(next_creator, kwargs, division, self.parts.shard_of)
                 self.made_variables.add(state)
                 return state
-        if self._shards_weights:
+        if self.parts is not None and self._model_sharding == "parameters":
             partition = partition_of_weight(kwargs, self.parts.shards)
             if partition is not None:
                 weight = make_sharded_weight(next_creator, kwargs, partition, self)

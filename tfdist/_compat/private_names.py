@@ -268,7 +268,7 @@ def _named_in(code: CodeType) -> list[Any]:
 
 
 def _parsed(place: str, feature: str) -> PrivateName:
-    found = re.fullmatch(r"(\??)([\w.]+):([\w.|]+)(?:\(([\w.|]+)\))?", place)
+    found = re.fullmatch(r"(\??)([\w.]+):([\w.|]+)(?:\(([\w.|/]+)\))?", place)
     assert found is not None, place
     path = tuple(tuple(names.split("|")) for names in found[3].split("."))
     variables = tuple(found[4].split("|")) if found[4] else ()
