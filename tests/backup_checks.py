@@ -17,6 +17,7 @@ from keras import layers
 import tfdist
 from keras_features import start_anew
 from keras_features.models import Noise
+from parameter_checks import small_weights_too
 from tfdist import compression
 from tfdist.backup import between_fits, serialization
 from tfdist.callbacks import BackupAndRestore
@@ -510,7 +511,7 @@ def resumed_with_other_parts(directory, before, after):
 
     def train_on(arguments, *callbacks):
         start_anew()
-        with tfdist.MirroredStrategy(**arguments).scope():
+        with tfdist.MirroredStrategy(**arguments).scope(), small_weights_too():
             model = keras.Sequential([layers.Input((9,)), layers.Dense(15, activation="tanh"), layers.Dense(4)])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(keras.optimizers.Adam(0.01, use_ema=True), loss)

@@ -961,6 +961,9 @@ def test_an_unreported_commit_is_reported_when_it_is_restored(note, expected, tm
         ({"model_sharding": "optimizer"}, {}),
         ({}, {"model_sharding": "optimizer"}),
         ({"model_sharding": "optimizer"}, {"devices": ["CPU:0"]}),
+        ({"model_sharding": "parameters"}, {"model_sharding": "parameters"}),
+        ({"model_sharding": "parameters"}, {"devices": ["CPU:0"]}),
+        ({}, {"model_sharding": "parameters"}),
     ],
 )
 def test_sharded_state_is_restored_with_other_parts(before, after, pools, tmp_path):
