@@ -188,7 +188,7 @@ def replace_input(operation: tf.Operation, tensor: tf.Tensor, other: tf.Tensor) 
 
 def copied(operation: tf.Operation, first: tf.Tensor) -> tf.Operation:
     """Returns a copy of an operation of a graph, with another first input. Without it: as `is_of_gradients`."""
-    attributes = {name: value for name, value in operation.node_def.attr.items() if name != "_class"}
+    attributes = {name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")}
     kinds = [output.dtype for output in operation.outputs]
     inputs = [first, *operation.inputs[1:]]
     return operation.graph.create_op(operation.type, inputs, kinds, attrs=attributes, op_def=operation.op_def)
