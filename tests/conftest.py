@@ -57,6 +57,7 @@ UNIT = {
         "test_offline_bundle",
         "test_sources",
         "test_symlink_safe_files",
+        "test_weight_gathers",
         "test_telemetry",
         "test_times_on_gpu",
         "test_traffic",
