@@ -11,6 +11,7 @@ from tfdist._compat import keras_internals, tf_internals
 from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.loss_weight import weighted_for_sum
 from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.sharding.part_tensors import Division
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.sharded_state import ShardedState
 from tfdist.strategies.sharding.weight_uses import Uses
@@ -124,7 +125,7 @@ def _outside_of_time_steps(step: Step) -> Any:
     return graph.outer_graph.as_default()
 
 
-def _summed_part(upstream: Any, partition: Partition, name: str, key: object) -> Any:
+def _summed_part(upstream: Any, partition: Division, name: str, key: object) -> Any:
     """Sums the gradient of a gathered weight over all replicas, weighted by their rows. Returns this replica's part.
 
     If the gradient is sparse, the result has the rows of all replicas that lie in this part.
@@ -165,7 +166,7 @@ def _gather_again(step: Step, key: object) -> None:
     uses.replace_in_backward(again)
 
 
-def _gathered(part: tf.Tensor, partition: Partition) -> tf.Tensor:
+def _gathered(part: tf.Tensor, partition: Division) -> tf.Tensor:
     (whole,) = _reducer().gather_parts([part], [partition], _step())
     return whole
 
