@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from tfdist.readable_numbers import size
 from tfdist.strategies.sharding.ownership import owners
 from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.step_gathers import AHEAD_BYTES
+from tfdist.strategies.sharding.weight_creation import FEWEST_ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,21 @@ def needs_of(model: ModelShapes, replicas: int) -> dict[str | None, MemoryNeed]:
         # The sums of the own parts exist beside the gradients; the gathered weights come when these are freed.
         exchange=max(parts, weights + parts - whole.gradients),
     )
-    return {None: whole, "optimizer": sharded}
+    needs: dict[str | None, MemoryNeed] = {None: whole, "optimizer": sharded}
+    if all(each.is_elementwise and not each.residual_bytes for each in model.weights):
+        needs["parameters"] = _with_parts_of_weights(model, sharded, replicas)
+    return needs
+
+
+def _with_parts_of_weights(model: ModelShapes, sharded: MemoryNeed, replicas: int) -> MemoryNeed:
+    """Returns the need if large weights are divided too, by that of sharded state."""
+    values = [each.value for each in model.weights]
+    divided = [each for each in values if math.prod(each.shape) >= max(FEWEST_ELEMENTS, replicas)]
+    parts = sharded.weights - _bytes(divided) + _part_bytes(divided, replicas)
+    in_flight = max((each.bytes for each in divided), default=0)
+    # A weight is gathered while the one before is in use, and its gradient exists beside them until it is summed.
+    exchange = 2 * max(in_flight, min(AHEAD_BYTES, _bytes(divided)))
+    return dataclasses.replace(sharded, weights=parts, gradients=parts, exchange=exchange)
 
 
 def table_of(needs: dict[str | None, MemoryNeed]) -> str:

@@ -52,6 +52,22 @@ def test_whole_weights_are_divided_by_size():
 
 
 @pytest.mark.unit
+def test_large_weights_are_divided_and_small_ones_are_not():
+    needs = needs_of(ModelShapes((weight(100, 100), weight(10))), replicas=2)["parameters"]
+
+    assert needs.weights == needs.gradients == 4 * (5000 + 10)
+    assert needs.optimizer_state == 2 * 4 * (5000 + 5)
+
+
+@pytest.mark.unit
+def test_weights_are_not_divided_where_training_refuses_it():
+    owned = ModelShapes((weight(100, 100, is_elementwise=False),))
+    compressed = ModelShapes((weight(100, 100, residual_bytes=40000),))
+
+    assert "parameters" not in needs_of(owned, 2) and "parameters" not in needs_of(compressed, 2)
+
+
+@pytest.mark.unit
 def test_one_replica_shards_and_exchanges_nothing():
     needs = needs_of(ModelShapes((weight(8, residual_bytes=32),)), replicas=1)
 
@@ -65,17 +81,18 @@ def test_a_model_larger_than_any_memory_is_described():
 
     assert estimate.needs[None].weights == 4 * HUGE * (HUGE + 1)
     assert estimate.needs["optimizer"].optimizer_state < 0.26 * estimate.needs[None].optimizer_state
-    assert estimate.fitting(1e15) == [None, "optimizer"] and estimate.fitting(1e9) == []
+    assert estimate.needs["parameters"].weights < 0.26 * estimate.needs[None].weights
+    assert estimate.fitting(1e15) == [None, "optimizer", "parameters"] and estimate.fitting(1e9) == []
 
 
 @pytest.mark.unit
 def test_the_verdict_names_the_option_that_fits():
     estimate = tfdist.estimate_memory(small_model, replicas=4)
-    whole, sharded = (need.total for need in estimate.needs.values())
+    whole, sharded = (estimate.needs[mode].total for mode in (None, "optimizer"))
 
     assert "without sharding" in estimate.verdict(whole)
     assert "model_sharding='optimizer'" in estimate.verdict(sharded)
-    assert "does not fit" in estimate.verdict(sharded - 1)
+    assert "does not fit" in estimate.verdict(100)
 
 
 @pytest.mark.unit

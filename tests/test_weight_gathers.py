@@ -38,7 +38,7 @@ def test_only_the_backward_pass_gets_the_second_tensor(dtype):
 
 
 def test_a_gather_waits_for_the_uses_of_all_weights_but_the_last(monkeypatch):
-    monkeypatch.setattr(step_gathers, "_AHEAD_BYTES", 0)
+    monkeypatch.setattr(step_gathers, "AHEAD_BYTES", 0)
 
     @tf.function
     def step(weights, rows):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.strategies.sharding.weight_uses import Uses
 
-_AHEAD_BYTES = 16 << 20  # Weights of this size may be gathered, or their gradients summed, ahead; at least one each.
+AHEAD_BYTES = 16 << 20  # Weights of this size may be gathered, or their gradients summed, ahead; at least one each.
 
 
 class Gathered(NamedTuple):
@@ -110,7 +110,7 @@ def _but_last(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     ahead, kept = 0, 0
     for tensor in reversed(tensors):
         ahead += (tensor.shape.num_elements() or 0) * tensor.dtype.size
-        if kept and ahead > _AHEAD_BYTES:
+        if kept and ahead > AHEAD_BYTES:
             break
         kept += 1
     done = tensors[: len(tensors) - kept]
