@@ -18,8 +18,9 @@ from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_tensors import Division
-from tfdist.strategies.sharding.sharded_update import ShardedUpdate, assign_averages, partitions_of, update_averages
+from tfdist.strategies.sharding.sharded_update import ShardedUpdate, assign_averages, update_averages, updates_parts
 from tfdist.strategies.sharding.sharded_weight import is_sharded_weight
+from tfdist.strategies.sharding.table_update import at_owners, table_of
 from tfdist.strategies.step import current_step, replicas
 
 
@@ -198,11 +199,12 @@ class _Exchange:
         step = current_step()
         if step is not None:
             step.variables = list(trainable_variables)
+            grads = at_owners(self, grads, step.variables, step)
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads):
         step = current_step()
-        if step is None or not any(partitions_of(self, step.variables)):
+        if step is None or not updates_parts(self, step.variables):
             return super()._clip_gradients(_exchange(self, grads))
         step.sharded_update = ShardedUpdate(self, step.variables, step)
         return step.sharded_update.clipped(_exchange(self, grads, step.sharded_update.partitions))
@@ -223,17 +225,22 @@ class _Exchange:
 
     def _update_model_variables_moving_average(self, trainable_variables):
         step = current_step()
-        if step is None or not self.use_ema or not any(partitions_of(self, trainable_variables)):
+        if step is None or not self.use_ema or not updates_parts(self, trainable_variables):
             super()._update_model_variables_moving_average(trainable_variables)
         else:
             update_averages(self, self._model_variables_moving_average, trainable_variables, step)
 
     def _overwrite_model_variables_with_average_value(self, trainable_variables):
         step = current_step()
-        if step is None or not any(partitions_of(self, trainable_variables)):
+        if step is None or not updates_parts(self, trainable_variables):
             super()._overwrite_model_variables_with_average_value(trainable_variables)
         else:
             assign_averages(self._model_variables_moving_average, trainable_variables, step)
+
+    def _backend_reset_gradient_accumulators(self):
+        for accumulator in self._accumulated_gradients:
+            if accumulator is not None:  # Keras assigns zeros of the weight's shape, but it may be a part.
+                accumulator.value.assign(tf.zeros_like(accumulator.value))
 
     def _all_reduce_sum_gradients(self, grads_and_vars):
         if not isinstance(self, keras.optimizers.SGD):
@@ -281,7 +288,7 @@ def _sharded_update() -> ShardedUpdate | None:
 def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | None] = ()) -> list[Any]:
     """Sums an optimizer's gradients over all replicas, encoded if the strategy compresses; `None` stays `None`.
 
-    Of gradients with a partition, this replica gets its part.
+    Of gradients with a partition, this replica gets its part. Those of sharded tables have been summed before.
     """
     step = current_step()
     if step is None:  # Outside `strategy.run` there is one copy of everything.
@@ -289,7 +296,7 @@ def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | 
     step.exchanges.count += 1
     step.observed.gradient_samples += sampled(grads)
     reduce, op = tf.distribute.get_strategy().extended.reducer.reduce, tf.distribute.ReduceOp.SUM
-    are_summed = {i for i, variable in enumerate(step.variables) if is_sharded_weight(variable)}
+    are_summed = {i for i, each in enumerate(step.variables) if is_sharded_weight(each) or table_of(each) is not None}
     present_at = [i for i, grad in enumerate(grads) if grad is not None and i not in are_summed]
     of = [step.variables[i] for i in present_at]
     divided = [partitions[i] for i in present_at] if partitions else []

@@ -64,12 +64,12 @@ class GradientReducer:
         if encoded_reducer is not None:
             done = tf.convert_to_tensor(request.optimizer.iterations)
             if tf.executing_eagerly():
-                return _merged(step, _exchange_eagerly, encoded_reducer, values, done)
+                return merged(step, _exchange_eagerly, encoded_reducer, values, done)
             exchange: Callable[..., Any] = functools.partial(encoded_reducer, step.replica, done=done)
         elif tf.executing_eagerly() or not isinstance(self._collectives, Collectives):
             # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
             all_reduce = functools.partial(_all_reduce_eagerly, request.reduce_op, request.options)
-            return without_heads(_merged(step, all_reduce, values))
+            return without_heads(merged(step, all_reduce, values))
         else:
             options = request.options or tf_internals.CommunicationOptions()
             exchange = functools.partial(
@@ -114,7 +114,7 @@ class GradientReducer:
         """Gathers tensors of which each replica has its part, given by `partitions`; returns the whole tensors."""
         self.check_compiled()
         if tf.executing_eagerly():
-            return _merged(step, functools.partial(_gather_eagerly, partitions), list(parts))
+            return merged(step, functools.partial(_gather_eagerly, partitions), list(parts))
         gather = functools.partial(self._parts.all_gather_parts, partitions=partitions, replica=step.replica)
         return _in_one_frame(step, gather, list(parts))
 
@@ -174,7 +174,7 @@ def _in_one_frame(step: Step, exchange, values):
     return tf.function(lambda own: exchange(own), autograph=False, experimental_attributes={"_noinline": True})(values)
 
 
-def _merged(step: Step, function, *args):
+def merged(step: Step, function, *args):
     """Calls a function of the strategy and the arguments of all replicas, for replicas that run one after another."""
     with step.losses_kept():
         return tf.distribute.get_replica_context().merge_call(function, args)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.readable_numbers import size
 from tfdist.strategies.distributed_variables import OptimizerVariable, WeightVariable
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
+from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
 
@@ -98,7 +99,7 @@ class MadeVariables:
 
 
 def _kind_of(variable: Any) -> str:
-    if isinstance(variable, ShardedWeight):
+    if isinstance(variable, ShardedWeight | ShardedTable):
         return "weights"
     if isinstance(variable, OptimizerVariable | ShardedState):
         return "accumulated_gradients" if is_accumulator(variable) else "optimizer_state"

@@ -73,6 +73,13 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         with watchdog.waiting_for_all("reads of the state of a sharded optimizer, as by `model.save`"):
             return super().gathered(state)
 
+    def looked_up(self, table, ids, dtype):
+        """Returns rows of a `ShardedTable`, outside of a step; all workers must call it."""
+        if self._num_workers == 1:
+            return super().looked_up(table, ids, dtype)
+        with watchdog.waiting_for_all("calls of a ShardedEmbedding outside of steps"):
+            return super().looked_up(table, ids, dtype)
+
     def connect_peers(self, transport):
         """Makes steps exchange over the workers' own connections if all can connect; GPUs use TensorFlow's collectives.
 

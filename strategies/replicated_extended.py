@@ -28,13 +28,10 @@ from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_reducer import PartReducer
 from tfdist.strategies.sharding.sharded_state import ShardedState
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
-from tfdist.strategies.sharding.state_creation import (
-    check_is_updated_in_parts,
-    check_model_sharding,
-    division_of_state,
-    make_sharded_state,
-)
+from tfdist.strategies.sharding.state_creation import check_is_updated_in_parts, check_model_sharding, make_in_parts
+from tfdist.strategies.sharding.table_update import table_of, update_parts
 from tfdist.strategies.sharding.weight_creation import make_sharded_weight, partition_of_weight
+from tfdist.strategies.table_reducer import TableReducer
 
 
 class ReplicatedExtended:
@@ -47,6 +44,8 @@ class ReplicatedExtended:
     communication: CompressionState | None = None
     reducer: GradientReducer
     parts: PartReducer | None = None
+    tables: TableReducer | None = None
+    shards_state = False
     _model_sharding: str | None = None
     _num_workers = 1
     _crosses_border: bool
@@ -56,14 +55,16 @@ class ReplicatedExtended:
         """Sets what of a model is sharded, by the argument of the strategy; called once, before `compress`."""
         check_model_sharding(model_sharding)
         self._model_sharding = model_sharding
-        if model_sharding is None or self._num_replicas_in_sync == 1:
+        if self._num_replicas_in_sync == 1:
             return
-        if not isinstance(self._cross_device_ops, Collectives):
+        if isinstance(self._cross_device_ops, Collectives):
+            self.parts, self.tables = PartReducer(self._cross_device_ops), TableReducer(self._cross_device_ops)
+            self.shards_state = model_sharding is not None
+        elif model_sharding is not None:
             raise ValueError(
                 f"model_sharding={model_sharding!r} exchanges parts of weights by collectives, but cross_device_ops is "
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
-        self.parts = PartReducer(self._cross_device_ops)
 
     def gathered(self, state):
         """Returns the whole value of a `ShardedState`, outside of a step. All workers must call this method.
@@ -74,6 +75,16 @@ class ReplicatedExtended:
         if self._num_workers > 1:
             check_is_read_in_company()
         return self.parts.gather_eagerly([[own.read_value()] for own in state.values], [state.partition])[0][0]
+
+    def looked_up(self, table, ids, dtype):
+        """Returns rows of a `ShardedTable`, outside of a step. All workers must call this method.
+
+        Raises:
+          ClusterError: If the chief alone calls it, in a `ChiefOnly` callback, and the cluster has other workers.
+        """
+        if self._num_workers > 1:
+            check_is_read_in_company()
+        return self.tables.look_up_outside(table, ids, dtype)
 
     def compress(self, compression, time_exchanges):
         """Sets how gradients are compressed, by arguments of the strategy; called once, when the strategy is made."""
@@ -118,11 +129,10 @@ class ReplicatedExtended:
 
     def _create_variable(self, next_creator, **kwargs):
         if self.parts is not None:
-            division = division_of_state(self._container_strategy(), kwargs, self.parts.shards)
-            if division is not None:
-                state = make_sharded_state(next_creator, kwargs, division, self.parts.shard_of)
-                self.made_variables.add(state)
-                return state
+            divided = make_in_parts(next_creator, kwargs, self)
+            if divided is not None:
+                self.made_variables.add(divided)
+                return divided
         if self.parts is not None and self._model_sharding == "parameters":
             partition = partition_of_weight(kwargs, self.parts.shards)
             if partition is not None:
@@ -150,16 +160,19 @@ class ReplicatedExtended:
           ScopeError: If an optimizer of this strategy updates a variable that was made outside of its scope.
         """
         strategy = self._container_strategy()
-        if self._num_replicas_in_sync > 1 and getattr(var, "distribute_strategy", None) is not strategy:
+        made_by = getattr(tf_internals.container_of(var), "distribute_strategy", None)
+        if self._num_replicas_in_sync > 1 and made_by is not strategy:
             raise ScopeError(
                 f"An optimizer that was made in the scope of a strategy updates the variable {var.name!r}, which was "
                 "made outside of it, so that each replica would train by itself. Make the model inside `with "
                 "strategy.scope():` as well, and compile it there."
             )
-        if self.parts is not None and args:
+        if self.shards_state and args:
             check_is_updated_in_parts(var)
         if isinstance(var, ShardedWeight) and steps.current_step() is None:
             args = tuple(map(_parts, args))  # Keras passes averages of weights, of which each replica has a part too.
+        if table_of(var) is not None and steps.current_step() is None:
+            return update_parts(var, fn, args)
         return super().update(var, fn, args, kwargs, group)
 
     def _call_for_each_replica(self, fn, args, kwargs):
@@ -219,6 +232,7 @@ class ReplicatedExtended:
         if step is not None:
             step.exchanges.count += 1
         variables = keras_stack.variables_of_summed_gradients()
+        _check_has_no_tables(optimizer, variables)
         # The model does not hold this optimizer, so its gradients are not weighted by rows yet.
         if variables and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
             value = weighted(step, value, optimizer)
@@ -292,6 +306,16 @@ def _seeded_apart(worker):
         yield
     finally:
         graph.seed = before
+
+
+def _check_has_no_tables(optimizer, variables):
+    """Refuses that an optimizer without a view exchanges the gradient of a sharded table as that of a whole weight."""
+    for table in filter(None, map(table_of, variables)):
+        raise ValueError(
+            f"The rows of the ShardedEmbedding {table.name!r} are divided among the replicas, but `apply` of "
+            f"{getattr(optimizer, 'name', optimizer)!r} updates whole weights. Call `apply` on "
+            "`strategy.distributed_optimizer(optimizer)` instead."
+        )
 
 
 def _check_loss_scaling():

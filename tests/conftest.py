@@ -48,6 +48,7 @@ UNIT = {
         "test_replica_speed",
         "test_report",
         "test_report_page",
+        "test_row_routes",
         "test_run_words",
         "test_stragglers",
     ),

@@ -32,6 +32,9 @@ class OneDevicePerWorker:
 
     across_workers = among_all
 
+    def device(self, replica):
+        return "CPU:0"
+
     def within_worker(self, replica):
         return None
 

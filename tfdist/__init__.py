@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist import callbacks, cluster, compression, data, errors, exit_codes, testing
+    from tfdist import callbacks, cluster, compression, data, errors, exit_codes, layers, testing
     from tfdist.faults import FaultTolerance
     from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, estimate_memory, step_losses_are
 
@@ -27,11 +27,12 @@ __all__ = [
     "errors",
     "estimate_memory",
     "exit_codes",
+    "layers",
     "step_losses_are",
     "testing",
 ]
 
-_MODULES = ("callbacks", "cluster", "compression", "data", "errors", "exit_codes", "testing")
+_MODULES = ("callbacks", "cluster", "compression", "data", "errors", "exit_codes", "layers", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""Sharded models: each replica keeps a part of the optimizer state, and updates this part of the weights."""
+"""Sharded models: each replica keeps a part of the optimizer state or of an embedding, and updates this part."""

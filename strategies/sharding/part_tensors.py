@@ -18,6 +18,9 @@ def part_of(partition: Division, tensor: Any, shard: int) -> tf.Tensor:
         whole = tf.convert_to_tensor(tensor)
         return whole if shard == partition.owner else tf.zeros([0], whole.dtype)
     rows = tf.reshape(tensor, [partition.rows, *partition.part_shape[1:]])
+    if partition.in_turn:
+        rows = rows[shard :: partition.shards]
+        return _padded(rows, partition.part_shape[0] - rows.shape[0])
     start, stop = partition.range_of(shard)
     return _padded(rows[start:stop], partition.part_shape[0] - (stop - start))
 
@@ -47,19 +50,25 @@ def part_of_slices(partition: Division, slices: tf.IndexedSlices, shard: int) ->
 
 def rows_of(partition: Partition, tensor: Any) -> tf.Tensor:
     """Lays the parts of a tensor out as rows: partition.shape -> [shards, part_elements]."""
-    rows = tf.reshape(tensor, [partition.rows, *partition.part_shape[1:]])
-    return tf.reshape(_padded(rows, partition.padding), [partition.shards, partition.part_elements])
+    rows = _padded(tf.reshape(tensor, [partition.rows, *partition.part_shape[1:]]), partition.padding)
+    if partition.in_turn:
+        rows = tf.transpose(tf.reshape(rows, [partition.part_shape[0], partition.shards, -1]), [1, 0, 2])
+    return tf.reshape(rows, [partition.shards, partition.part_elements])
 
 
 def whole_of(partition: Partition, rows: tf.Tensor) -> tf.Tensor:
     """Joins the parts of all shards, the inverse of `rows_of`: [shards, part_elements] -> partition.shape."""
-    padded = partition.part_shape[0] * partition.shards
-    rows = tf.reshape(rows, [padded, *partition.part_shape[1:]])
+    size = partition.part_shape[0]
+    if partition.in_turn:
+        rows = tf.transpose(tf.reshape(rows, [partition.shards, size, -1]), [1, 0, 2])
+    rows = tf.reshape(rows, [size * partition.shards, *partition.part_shape[1:]])
     return tf.reshape(rows if not partition.padding else rows[: partition.rows], partition.shape)
 
 
-def whole_of_arrays(shape: tuple[int, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the saved parts of a tensor of `shape`, in the order of the shards that saved them."""
+def whole_of_arrays(shape: tuple[int, ...], parts: Sequence[np.ndarray], in_turn: bool = False) -> np.ndarray:
+    """Joins the saved parts of a tensor of `shape`, in the order of the shards that saved them; see `Partition`."""
+    if in_turn:
+        return np.stack(parts, axis=1).reshape([-1, *shape[1:]])[: shape[0]]
     owned = [part for part in parts if part.size]
     if len(owned) == 1 and owned[0].shape == shape:
         return owned[0]

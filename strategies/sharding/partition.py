@@ -12,18 +12,22 @@ _PADDING = 64
 class Partition:
     """A division of a tensor into parts of equal shape: whole rows of its first axis, or a range of its elements.
 
-    Elements are in the order of the flat tensor, so part i precedes part i + 1. The last parts are padded, and may
-    consist of padding only. The division depends on the shape alone, so it is equal on all replicas and in each run.
+    Elements are in the order of the flat tensor, so part i precedes part i + 1, unless rows are dealt out in turn. The
+    last parts are padded, and may consist of padding only. The division depends on the shape alone, so it is equal on
+    all replicas and in each run.
 
     Attributes:
       shape: Shape of the tensor.
       shards: Number of parts.
       by_rows: Whether parts consist of whole rows. Otherwise they are ranges of the flat tensor.
+      in_turn: Whether part i has the rows i, i + shards, i + 2 * shards and so on, instead of consecutive rows. So each
+        part of an embedding has as many frequent rows, which come first in most vocabularies.
     """
 
     shape: tuple[int, ...]
     shards: int
     by_rows: bool
+    in_turn: bool = False
 
     @classmethod
     def of(cls, shape: Sequence[int], shards: int) -> "Partition":
@@ -31,6 +35,11 @@ class Partition:
         rows = shape[0] if shape else 1
         by_rows = bool(shape) and -rows % shards * _PADDING <= rows
         return cls(tuple(shape), shards, by_rows)
+
+    @classmethod
+    def of_table(cls, shape: Sequence[int], shards: int) -> "Partition":
+        """Returns the division of an embedding's table of `shape`: its rows are dealt out in turn."""
+        return cls(tuple(shape), shards, by_rows=True, in_turn=True)
 
     @property
     def rows(self) -> int:
@@ -58,6 +67,6 @@ class Partition:
         return self.part_shape[0] * self.shards - self.rows
 
     def range_of(self, shard: int) -> tuple[int, int]:
-        """Returns the first row of a shard's part, and the row after its last, without padding."""
+        """Returns the first row of a shard's part, and the row after its last, without padding; not for `in_turn`."""
         size = self.part_shape[0]
         return min(shard * size, self.rows), min((shard + 1) * size, self.rows)

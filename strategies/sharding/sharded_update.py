@@ -14,6 +14,7 @@ from tfdist.strategies.sharding.part_clipping import clipped
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight, is_sharded_weight
+from tfdist.strategies.sharding.table_update import table_of
 from tfdist.strategies.sharding.weight_part import WeightPart, tensorflow_variable
 
 
@@ -24,7 +25,12 @@ def partitions_of(optimizer: Any, variables: Sequence[Any]) -> list[Division | N
     known = {id(e.weight): e.partition for e in states if is_known or isinstance(e.partition, Ownership)}
     weights = [tensorflow_variable(each) for each in variables]
     known |= {id(weight): weight.partition for weight in weights if isinstance(weight, ShardedWeight)}
-    return [known.get(id(weight)) for weight in weights]
+    return [None if table_of(weight) else known.get(id(weight)) for weight in weights]
+
+
+def updates_parts(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Whether an optimizer updates a part only of any of these variables on each replica."""
+    return any(map(table_of, variables)) or any(partitions_of(optimizer, variables))
 
 
 class ShardedUpdate:
@@ -51,6 +57,12 @@ class ShardedUpdate:
             for variable, partition in zip(variables, self.partitions, strict=True)
             if partition is not None
         }
+        tables = [table for table in map(table_of, variables) if table is not None]
+        self._tables = {id(table): table.values[step.replica] for table in tables}
+        self._divided = [
+            partition is not None or table_of(variable) is not None
+            for variable, partition in zip(variables, self.partitions, strict=True)
+        ]
 
     def clipped(self, sums: list[Any]) -> list[Any]:
         """Clips summed gradients, of which some are parts, as the optimizer would clip whole gradients."""
@@ -58,11 +70,12 @@ class ShardedUpdate:
         def sum_over_shards(values: tf.Tensor) -> tf.Tensor:
             return self._step.all_reduce(tf.distribute.ReduceOp.SUM, values)
 
-        return clipped(self._optimizer, sums, [each is not None for each in self.partitions], sum_over_shards)
+        return clipped(self._optimizer, sums, self._divided, sum_over_shards)
 
     def in_parts(self, variables: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Returns what this replica updates of `variables`: their indices, and parts for those that are divided."""
-        parts = [self._parts.get(id(tensorflow_variable(each)), each) for each in variables]
+        known = {**self._parts, **self._tables}
+        parts = [known.get(id(tensorflow_variable(each)), each) for each in variables]
         places = [i for i, part in enumerate(parts) if not (isinstance(part, WeightPart) and part.is_empty)]
         return places, [parts[i] for i in places]
 
@@ -137,6 +150,8 @@ def update_averages(optimizer: Any, averages: Sequence[Any], variables: Sequence
         state, weight = average.value, tensorflow_variable(variable)
         if isinstance(weight, ShardedWeight):
             weight = weight.own_part
+        elif table_of(variable):
+            weight = weight.values[step.replica]
         elif isinstance(state, ShardedState):
             weight = part_of(state.partition, weight, shard)
         momentum = ops.multiply(ops.cast(ops.not_equal(optimizer.iterations, 0), weight.dtype), optimizer.ema_momentum)
@@ -153,6 +168,10 @@ def assign_averages(averages: Sequence[Any], variables: Sequence[Any], step: Any
             tensorflow_variable(weight).note_assigned()
             tensorflow_variable(weight).own_part.assign(state)
     pairs = [(state, weight) for state, weight in pairs if not is_sharded_weight(weight)]
+    for state, table in ((state, table_of(weight)) for state, weight in pairs):
+        if table is not None:
+            table.values[step.replica].assign(state)
+    pairs = [(state, weight) for state, weight in pairs if table_of(weight) is None]
     sharded = [state for state, _ in pairs if isinstance(state, ShardedState)]
     wholes = iter(gathered([tf.convert_to_tensor(each) for each in sharded], [e.partition for e in sharded], step))
     for state, weight in pairs:

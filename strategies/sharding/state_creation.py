@@ -9,14 +9,17 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdist._compat import keras_internals
+from tfdist._compat import keras_internals, keras_stack
 from tfdist.strategies.sharding.elementwise import is_elementwise
 from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_tensors import Division, own_part_of
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_update import check_updates_parts
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
+from tfdist.strategies.sharding.table_initializer import TableInitializer
+from tfdist.strategies.sharding.table_update import check_can_update_tables
 from tfdist.strategies.sharding.weight_part import tensorflow_variable
 
 _MODES = (None, "optimizer", "parameters")
@@ -33,6 +36,21 @@ def check_model_sharding(model_sharding: Any) -> None:
         raise ValueError(f"`model_sharding` must be one of {', '.join(map(repr, _MODES))}, got {model_sharding!r}.")
 
 
+def make_in_parts(next_creator: Any, kwargs: Mapping[str, Any], extended: Any) -> ShardedState | None:
+    """Makes a variable of which each replica has a part, if it is to be divided; else returns `None`.
+
+    These are tables of `ShardedEmbedding`, their optimizer state, and with `model_sharding` that of all weights.
+    """
+    initializer, weight = keras_stack.initializer_in_use(), kwargs.get("colocate_with")
+    variable = keras_stack.variable_being_made()
+    if variable is not None and isinstance(initializer, TableInitializer):
+        return ShardedTable.make_table(next_creator, kwargs, tuple(variable.shape), initializer)
+    if not extended.shards_state and not isinstance(weight, ShardedTable):
+        return None
+    division = division_of_state(tf.distribute.get_strategy(), kwargs, extended.parts.shards)
+    return None if division is None else make_sharded_state(next_creator, kwargs, division, extended.parts.shard_of)
+
+
 def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> Division | None:
     """Returns how to divide a variable about to be made, if it is an optimizer's state for one weight; else `None`.
 
@@ -42,6 +60,9 @@ def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> 
     weight, maker = kwargs.get("colocate_with"), next(iter(keras_internals.open_scopes()), None)
     if not isinstance(weight, tf.Variable) or getattr(weight, "distribute_strategy", None) is not strategy:
         return None
+    if isinstance(weight, ShardedTable) and isinstance(maker, keras.optimizers.Optimizer):
+        check_can_update_tables(maker, weight)
+        return weight.partition
     name, shape = str(kwargs.get("name")), tuple(weight.shape)
     if not isinstance(maker, keras.optimizers.Optimizer) or not weight.dtype.is_floating:
         return None
@@ -65,13 +86,16 @@ def make_sharded_state(
 ) -> ShardedState:
     """Makes the state of an optimizer for one weight, a part on each replica of this worker.
 
-    The whole initial value exists for a moment on each device.
+    The whole initial value exists for a moment on each device, except for tables.
     """
     weight, initial = kwargs["colocate_with"], kwargs["initial_value"]
+    initializer = keras_stack.initializer_in_use()
     own = {key: value for key, value in kwargs.items() if key not in ("colocate_with", "caching_device")}
 
     def make(replica: int, device: str) -> tf.Variable:
         def initial_part() -> tf.Tensor:
+            if isinstance(weight, ShardedTable) and initializer is not None:
+                return initializer(partition.part_shape_of(shard_of(replica)), dtype=weight.dtype.name)
             value = initial() if callable(initial) else initial
             return own_part_of(partition, value, shard_of(replica))
 

@@ -31,6 +31,9 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 # The mask that layers attach to an output. Without it: a masked loss is a mean over one replica's unmasked positions.
 from keras.src.backend.common.masking import get_keras_mask
 
+# Whether Keras only computes shapes. Without it: a model with a ShardedEmbedding cannot be built by `fit`.
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
 __all__ = [
     "ReplacedLosses",
     "call_in_step",
@@ -42,10 +45,12 @@ __all__ = [
     "global_seed_generator",
     "goes_on_with",
     "has_global_seed_generator",
+    "in_stateless_scope",
     "in_symbolic_scope",
     "is_made_in_scope",
     "kept_losses",
     "layers_of",
+    "made_value",
     "match_anew",
     "open_scopes",
     "paths_in_optimizer",
@@ -55,6 +60,7 @@ __all__ = [
     "source_of",
     "states_of_weight",
     "sums_activity_over_rows",
+    "table_variable",
     "trained_variables",
     "unmatched_compiled",
 ]
@@ -68,6 +74,22 @@ def unmatched_compiled(model: keras.Model) -> list[Any]:
     """Returns the metrics and losses of `compile` that Keras has not matched with outputs of the model yet."""
     compiled = (model._compile_metrics, model._compile_loss)
     return [each for each in compiled if each is not None and not each.built]
+
+
+def made_value(variable: keras.Variable) -> Any:
+    """Returns the `tf.Variable` of a Keras variable; `None` before it is made, as while Keras computes shapes.
+
+    Without it: Keras would make the whole initial value of a table to compute shapes.
+    """
+    return variable._value
+
+
+def table_variable(layer: keras.layers.Embedding) -> keras.Variable:
+    """Returns the variable of an embedding's table.
+
+    Without it: the public property would compute the sum of the table and its LoRA update.
+    """
+    return layer._embeddings
 
 
 def match_anew(compiled: list[Any]) -> None:

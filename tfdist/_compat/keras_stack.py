@@ -50,6 +50,7 @@ __all__ = [
     "epochs_of_iterator",
     "epochs_to_distribute",
     "fitting_models",
+    "initializer_in_use",
     "is_evaluating",
     "is_keras_call",
     "is_peeking",
@@ -115,6 +116,15 @@ def variable_made_late() -> keras.Variable | None:
 def variable_being_made() -> keras.Variable | None:
     """Returns the Keras variable that is creating its `tf.Variable`. Without it: no error names unequal shapes."""
     return _owner_of(keras.Variable._initialize)
+
+
+def initializer_in_use() -> Any:
+    """Returns the initializer of the Keras variable that is creating its `tf.Variable`; `None` for a given value.
+
+    Without it: the initial value of a variable whose parts are divided among replicas is made whole on each replica.
+    """
+    frame = call_stack.frame_of(keras.Variable._initialize_with_initializer)
+    return None if frame is None else frame.f_locals["initializer"]
 
 
 def is_peeking() -> bool:

@@ -166,6 +166,15 @@ _NAMES_BY_FEATURE = {
         "?keras.src.optimizers.multi_optimizer:MultiOptimizer._inner_optimizers",
         "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._stateful_handle_finite_grads(self)",
     ),
+    "tfdist.layers.ShardedEmbedding": (
+        "keras.src.backend.common.stateless_scope:in_stateless_scope",
+        "keras.src.backend.common.variables:Variable._value",
+        "keras.src.layers.core.embedding:Embedding._embeddings",
+        "keras.src.backend.tensorflow.core:Variable._initialize_with_initializer(initializer)",
+        _VALUES + "DistributedVariable._distributed_container",
+        f"{_OPTIMIZER}._backend_reset_gradient_accumulators",
+        f"{_OPTIMIZER}._accumulated_gradients",
+    ),
     "random layers": (
         "keras.src.backend.common:global_state",
         "keras.src.backend.common.global_state:get_global_attribute",

@@ -95,6 +95,7 @@ __all__ = [
     "bodies_of_call",
     "called_by_iterator",
     "clone_function",
+    "container_of",
     "context",
     "control_status_ctx",
     "coordination_config_pb2",
@@ -192,6 +193,17 @@ def copied(operation: tf.Operation, first: tf.Tensor) -> tf.Operation:
     kinds = [output.dtype for output in operation.outputs]
     inputs = [first, *operation.inputs[1:]]
     return operation.graph.create_op(operation.type, inputs, kinds, attrs=attributes, op_def=operation.op_def)
+
+
+def container_of(variable: Any) -> Any:
+    """Returns the distributed variable that has `variable` as its value on a replica; else `variable`.
+
+    Without it: an optimizer cannot update the part of a table that a replica has.
+    """
+    if isinstance(variable, tf.distribute.DistributedValues) or not isinstance(variable, tf.Variable):
+        return variable
+    container = getattr(getattr(variable, "handle", None), "_distributed_container", None)
+    return variable if container is None else container()
 
 
 def bodies_of_call(operation: tf.Operation) -> list[Any]:

@@ -22,6 +22,9 @@ from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulato
 _COUNTED = re.compile(r"_[0-9]+(?=$|[/_])")  # Keras numbers layers per process. A rebuilt model has new numbers.
 
 
+_IN_TURN = "%"  # Follows the key of values whose rows were dealt out in turn; see `Partition`.
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """One variable that a commit saves, with its key and name there.
@@ -37,6 +40,12 @@ class Slot:
     name: str
     variable: keras.Variable
     own: bool
+
+    @property
+    def own_key(self) -> str:
+        """Key of the values that replicas have of their own; it shows how rows of tables are divided."""
+        partition = getattr(self.variable.value, "partition", None)
+        return self.key + _IN_TURN if getattr(partition, "in_turn", False) else self.key
 
     @property
     def described(self) -> list[Any]:
@@ -120,7 +129,7 @@ class VariableStates(StateProvider):
         return CapturedState(
             shared={slot.key: _read(slot.locals()[0]) for slot in slots if not slot.own},
             own={
-                f"{slot.key}@{replica}": _read(local)
+                f"{slot.own_key}@{replica}": _read(local)
                 for slot in slots
                 if slot.own
                 for replica, local in enumerate(slot.locals())
@@ -160,8 +169,12 @@ class VariableStates(StateProvider):
             if is_left or saved.plain.get(slot.key) != slot.described:
                 continue
             locals_, was_shared = slot.locals(), slot.key in saved.shared
+            arrays = [part.arrays for part in saved.parts]
+            if not (saved.is_alike or was_shared) and _was_sharded(slot, arrays[0]):
+                self._assign_whole(slot, _joined(slot, arrays))
+                continue
             if not (saved.is_alike or was_shared) and is_accumulator(slot.variable):
-                total = _accumulated(slot, [part.arrays for part in saved.parts])
+                total = _accumulated(slot, arrays)
                 if isinstance(slot.variable.value, ShardedState):
                     self._assign_whole(slot, total)
                 else:
@@ -169,15 +182,12 @@ class VariableStates(StateProvider):
                     for replica, local in enumerate(locals_):
                         local.assign(total if is_first and replica == 0 else np.zeros_like(total))
                 continue
-            if not (saved.is_alike or was_shared) and _was_sharded(slot):
-                self._assign_whole(slot, _joined(slot, [part.arrays for part in saved.parts]))
-                continue
             if was_shared and isinstance(slot.variable.value, ShardedState):
                 self._assign_whole(slot, saved.shared[slot.key])
                 continue
             values = [saved.shared[slot.key]] if was_shared else []
             if not was_shared:
-                values = [each for part in saved.parts for each in _replicas(slot.key, part.arrays)]
+                values = [each for part in arrays for each in _replicas(slot.own_key, part)]
             if not saved.is_alike and (slot.own or not was_shared):
                 values = _spread(slot, values, len(locals_), is_first=saved.worker == 0)
             elif was_shared:
@@ -215,17 +225,21 @@ def _replicas(key: str, part: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
         replica += 1
 
 
-def _was_sharded(slot: Slot) -> bool:
+def _was_sharded(slot: Slot, part: Mapping[str, np.ndarray]) -> bool:
     """Whether a variable of which each replica has saved a value of its own was sharded."""
+    if f"{slot.key}{_IN_TURN}@0" in part:
+        return True
     if slot.key.startswith("weight/"):  # Other weights with values of their own still have them.
         return not slot.own or isinstance(slot.variable.value, ShardedState)
     return slot.key.startswith("optimizer/") and not is_accumulator(slot.variable)
 
 
 def _joined(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-    """Returns the whole value of sharded state from the arrays that all former workers have saved."""
-    values = list(zip(*(_replicas(slot.key, part) for part in parts), strict=True))  # [replica][worker]
-    return whole_of_arrays(tuple(slot.variable.shape), [value for workers in values for value in workers])
+    """Returns the whole value of a sharded variable from the arrays that all former workers have saved."""
+    in_turn = f"{slot.key}{_IN_TURN}@0" in parts[0]
+    key = slot.key + _IN_TURN if in_turn else slot.key
+    values = list(zip(*(_replicas(key, part) for part in parts), strict=True))  # [replica][worker]
+    return whole_of_arrays(tuple(slot.variable.shape), [value for workers in values for value in workers], in_turn)
 
 
 def _accumulated(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:

@@ -17,6 +17,7 @@ from tfdist.errors import ClusterError
 from tfdist.faults.peer_probe import PeerProbe
 from tfdist.strategies.chief_only_guard import is_on_chief_alone, on_chief_alone
 from tfdist.strategies.foreign_keras import check_is_keras_model
+from tfdist.strategies.sharding.table_update import table_of
 
 
 class ChiefOnly:
@@ -119,8 +120,8 @@ def _training_on(callback: Any) -> Iterator[None]:
 class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint`, written by the chief. The files exist on all workers when `fit` returns.
 
-    If what is saved is divided among workers, by `model_sharding`, all workers take part. The others write a file of
-    their own to a temporary folder, since Keras decides in which order the state is read.
+    If what is saved is divided among workers, by `model_sharding` or a `ShardedEmbedding`, all workers take part. The
+    others write a file of their own to a temporary folder, since Keras decides in which order the state is read.
     """
 
     @property
@@ -128,6 +129,7 @@ class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
         strategy = self.model.distribute_strategy
         sharding = getattr(strategy, "model_sharding", None)
         is_sharded = sharding == "parameters" or (sharding is not None and not self.save_weights_only)
+        is_sharded = is_sharded or any(map(table_of, self.model.weights))
         return is_sharded and tf_internals.number_of_workers(strategy) > 1
 
     def _with_all(self, hook: Callable[[], Any]) -> Any:

@@ -1,0 +1,92 @@
+"""Looks up rows of sharded tables, and sums gradients of rows on their owners: in steps, eager or not, and outside."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._compat import tf_internals
+from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.gradient_reducer import merged
+from tfdist.strategies.sharding.repeated_rows import Detail
+from tfdist.strategies.sharding.sharded_table import ShardedTable
+from tfdist.strategies.sharding.table_exchange import TableExchange
+from tfdist.strategies.step import Step
+
+
+class TableReducer:
+    """Exchanges rows of `ShardedTable`s between the replicas of a strategy.
+
+    Args:
+      collectives: The strategy's collectives.
+    """
+
+    def __init__(self, collectives: Collectives):
+        self._exchange = TableExchange(collectives)
+
+    def look_up(self, table: ShardedTable, ids: tf.Tensor, dtype: tf.DType, step: Step) -> tf.Tensor:
+        """Returns rows of a table in a step: ids [n] -> [n, ...]. The gradient is that of a lookup in a whole table.
+
+        Raises:
+          ValueError: In a loop within the step, which may run unequally often on the replicas.
+        """
+        if step.in_loop:
+            raise ValueError(
+                f"A ShardedEmbedding exchanges rows, so all replicas must call it equally often, but {table.name!r} is "
+                "looked up in a tf.while_loop or a recurrent layer. Look up all ids before the loop."
+            )
+        shape = tf.constant(table.partition.shape, tf.int64 if ids.dtype == tf.int64 else tf.int32)
+        look_up = functools.partial(self._exchange.look_up, partition=table.partition, dtype=dtype)
+
+        @tf.custom_gradient
+        def looked_up(part):
+            if tf.executing_eagerly():
+                rows = merged(step, functools.partial(_on_all_replicas, look_up), part, ids)
+            else:
+                rows = look_up(part, ids, replica=step.replica)
+
+            def gradient(upstream):
+                return tf.IndexedSlices(tf.cast(upstream, part.dtype), ids, shape)
+
+            return rows, gradient
+
+        rows = looked_up(table.values[step.replica].read_value())
+        if tf.is_symbolic_tensor(rows):
+            step.exchanges.results.add(rows.ref())
+        return rows
+
+    def to_owners(
+        self, table: ShardedTable, gradient: tf.IndexedSlices, detail: Detail, step: Step
+    ) -> tf.IndexedSlices:
+        """Sums a table's gradient over all replicas, as far as `detail` allows. Returns that of this replica's part."""
+        to_owners = functools.partial(self._exchange.to_owners, partition=table.partition, detail=detail)
+        if not tf.executing_eagerly():
+            return to_owners(gradient, replica=step.replica)
+
+        def of_tensors(values, indices, replica):
+            own = to_owners(tf.IndexedSlices(values, indices), replica=replica)
+            return own.values, own.indices, own.dense_shape
+
+        everywhere = functools.partial(_on_all_replicas, of_tensors)
+        return tf.IndexedSlices(*merged(step, everywhere, gradient.values, gradient.indices))
+
+    def look_up_outside(self, table: ShardedTable, ids: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Returns rows of a table, eagerly and outside of a step. All workers must call this method, with any ids."""
+        parts = [part.read_value() for part in table.values]
+        look_up = functools.partial(self._exchange.look_up, partition=table.partition, dtype=dtype)
+        return _run_all(look_up, [(part, ids[:0] if i else ids) for i, part in enumerate(parts)])[0]
+
+
+def _on_all_replicas(function: Callable[..., Any], strategy: Any, *values: Any) -> Any:
+    """Calls a function of tensors and a replica for all replicas of this worker, which have come together."""
+    local = [strategy.experimental_local_results(strategy.extended.of_each_replica(value)) for value in values]
+    return tf_internals.regroup(_run_all(function, list(zip(*local, strict=True))))
+
+
+def _run_all(function: Callable[..., Any], everyone: list[Any]) -> Any:
+    @tf.function(autograph=False)
+    def run(everyone):
+        return [function(*own, replica=replica) for replica, own in enumerate(everyone)]
+
+    return run([list(own) for own in everyone])
