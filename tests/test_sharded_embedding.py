@@ -7,6 +7,7 @@ import embedding_checks as checks
 from test_model_sharding import placements
 from tfdist.errors import WorkerError
 
+USUAL = ["adam", "sgd", "loss_scale", "adagrad"]
 NUMBER = {"1x2": 2, "2x1": 2, "2x2": 4}
 
 
@@ -22,14 +23,14 @@ def on_one_device(pools, check, *args):
     return pools("single").run(check, "single", *args)[0]
 
 
-@pytest.mark.parametrize(("placement", "optimizer"), placements(checks.OPTIMIZERS, 2))
+@pytest.mark.parametrize(("placement", "optimizer"), placements(checks.OPTIMIZERS, USUAL))
 def test_training_equals_one_device(placement, optimizer, pools):
     expected = on_one_device(pools, checks.trained, optimizer)
     for result in pools(placement).run(checks.trained, placement, optimizer):
         assert_close(result, expected)
 
 
-@pytest.mark.parametrize(("placement", "name"), placements(checks.FEATURES, 2))
+@pytest.mark.parametrize(("placement", "name"), placements(checks.FEATURES, ["subclassed", "train_step"]))
 def test_features_equal_one_device(placement, name, pools):
     expected = on_one_device(pools, checks.with_feature, name)
     for result in pools(placement).run(checks.with_feature, placement, name):

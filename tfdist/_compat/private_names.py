@@ -170,7 +170,7 @@ _NAMES_BY_FEATURE = {
         "keras.src.backend.common.stateless_scope:in_stateless_scope",
         "keras.src.backend.common.variables:Variable._value",
         "keras.src.layers.core.embedding:Embedding._embeddings",
-        "keras.src.backend.tensorflow.core:Variable._initialize_with_initializer(initializer)",
+        "keras.src.backend.common.variables:Variable._initialize_with_initializer(initializer)",
         _VALUES + "DistributedVariable._distributed_container",
         f"{_OPTIMIZER}._backend_reset_gradient_accumulators",
         f"{_OPTIMIZER}._accumulated_gradients",
