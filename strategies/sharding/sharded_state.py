@@ -18,6 +18,12 @@ def is_accumulator(variable: Any) -> bool:
     return _ACCUMULATOR in str(variable.name)
 
 
+def options_of_parts(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a variable about to be made that its parts share. Keras 3.16 also gives its shape."""
+    whole = ("colocate_with", "caching_device", "shape")
+    return {key: value for key, value in kwargs.items() if key not in whole}
+
+
 class ShardedState(tf_internals.MirroredVariable):
     """State of an optimizer for one weight, divided among all replicas.
 

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.sharding.partition import Partition
-from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.sharded_state import ShardedState, options_of_parts
 from tfdist.strategies.sharding.table_initializer import TableInitializer
 from tfdist.strategies.step import current_step
 
@@ -36,7 +36,7 @@ class ShardedTable(ShardedState):
         strategy = tf.distribute.get_strategy()
         parts = strategy.extended.parts
         partition, dtype = Partition.of_table(shape, parts.shards), tf.as_dtype(kwargs["dtype"])
-        given = {key: value for key, value in kwargs.items() if key not in ("colocate_with", "caching_device")}
+        given = options_of_parts(kwargs)
         values = []
         for replica, device in enumerate(strategy.extended.worker_devices):
             name = f"{kwargs.get('name')}/replica_{replica}/" if replica else kwargs.get("name")

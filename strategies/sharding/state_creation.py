@@ -14,7 +14,7 @@ from tfdist.strategies.sharding.elementwise import is_elementwise
 from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_tensors import Division, own_part_of
 from tfdist.strategies.sharding.partition import Partition
-from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.sharded_state import ShardedState, options_of_parts
 from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_update import check_updates_parts
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
@@ -90,7 +90,7 @@ def make_sharded_state(
     """
     weight, initial = kwargs["colocate_with"], kwargs["initial_value"]
     initializer = keras_stack.initializer_in_use()
-    own = {key: value for key, value in kwargs.items() if key not in ("colocate_with", "caching_device")}
+    own = options_of_parts(kwargs)
 
     def make(replica: int, device: str) -> tf.Variable:
         def initial_part() -> tf.Tensor:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist._compat import keras_internals, keras_stack
 from tfdist.strategies.sharding.part_tensors import own_part_of
 from tfdist.strategies.sharding.partition import Partition
+from tfdist.strategies.sharding.sharded_state import options_of_parts
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
 # Smaller weights, such as biases, stay whole on each replica. Together they take little memory, and an exchange for
@@ -38,7 +39,7 @@ def make_sharded_weight(next_creator: Any, kwargs: Mapping[str, Any], partition:
 
     The whole initial value exists for a moment, on all workers: the chief makes it, as for whole weights.
     """
-    own = {key: value for key, value in kwargs.items() if key not in ("colocate_with", "caching_device")}
+    own = options_of_parts(kwargs)
     with tf.init_scope():
         whole = extended.initial_value_of(kwargs)
 
