@@ -1,6 +1,6 @@
 """Compares memory, traffic and time of a training step with a whole and with a sharded model.
 
-    python -m benchmarks.model_sharding                                              # about 25 minutes on 2 cores
+    python -m benchmarks.model_sharding
     python -m benchmarks.model_sharding --sharded_json benchmarks/results/model_sharding.json
     python -m benchmarks.model_sharding --sharded_models mlp --sharded_workers 2 --sharded_links 1gbit
 
@@ -9,6 +9,7 @@ batches, with equal numbers of threads:
 
     tfdist             Keras 3 `fit` under tfdist.MultiWorkerMirroredStrategy
     tfdist+optimizer   the same with model_sharding="optimizer"
+    tfdist+parameters  the same with model_sharding="parameters"
     ddp                PyTorch DistributedDataParallel on gloo
     ddp+zero           the same with ZeroRedundancyOptimizer
     fsdp               PyTorch `fully_shard` (FSDP 2) on gloo
@@ -50,7 +51,7 @@ _ADAM = {"optimizer": "adam"}
 _LIBRARIES = (
     {
         "tfdist": Variant("keras_fit", _ADAM),
-        "tfdist+optimizer": Variant("keras_fit", {**_ADAM, "sharding": "optimizer"}),
+        **{f"tfdist+{mode}": Variant("keras_fit", {**_ADAM, "sharding": mode}) for mode in ("optimizer", "parameters")},
     },
     {
         "ddp": Variant("torch_ddp", _ADAM),

@@ -288,7 +288,7 @@ def _sharded_update() -> ShardedUpdate | None:
 def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | None] = ()) -> list[Any]:
     """Sums an optimizer's gradients over all replicas, encoded if the strategy compresses; `None` stays `None`.
 
-    Of gradients with a partition, this replica gets its part. Those of sharded tables have been summed before.
+    This replica gets its part of each gradient with a partition. Gradients of sharded tables have been summed before.
     """
     step = current_step()
     if step is None:  # Outside `strategy.run` there is one copy of everything.

@@ -14,7 +14,8 @@ from tfdist.readable_numbers import size
 from tfdist.strategies.compression import from_name
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
-from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, needs_of, table_of
+from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, needs_of
+from tfdist.strategies.memory_table import memory_table
 from tfdist.strategies.sharding.elementwise import is_elementwise
 from tfdist.strategies.sharding.sharded_state import is_accumulator
 
@@ -53,7 +54,8 @@ class MemoryEstimate:
         )
 
     def __str__(self) -> str:
-        return f"{self.replicas} replicas, without activations and batches\n{table_of(self.needs)}"
+        columns = {mode or "unsharded": dataclasses.asdict(need) for mode, need in self.needs.items()}
+        return f"{self.replicas} replicas, without activations and batches\n{memory_table(columns)}"
 
 
 def estimate_memory(make_model: Callable[[], keras.Model], replicas: int, *, compression: Any = None) -> MemoryEstimate:
@@ -61,7 +63,7 @@ def estimate_memory(make_model: Callable[[], keras.Model], replicas: int, *, com
 
     Makes the model in a graph that is never run, so no weights are allocated and the model may be larger than the
     memory. Takes about as long as building the model. Activations and batches are not counted: they grow with the batch
-    size of a worker.
+    size of a worker. Tables of `tfdist.layers.ShardedEmbedding` count as if each replica had all rows.
 
         tfdist.estimate_memory(make_model, replicas=4)
 

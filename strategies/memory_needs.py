@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from tfdist.readable_numbers import size
 from tfdist.strategies.sharding.ownership import owners
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.step_gathers import AHEAD_BYTES
@@ -31,7 +30,7 @@ class TrainedWeight:
     Attributes:
       value: The weight.
       states: The optimizer's state with the shape of the weight, such as Adam's two momenta.
-      is_elementwise: Whether the optimizer updates each element by itself, so that any part of it.
+      is_elementwise: Whether the optimizer updates each element by itself, and so any part of the weight.
       accumulators: Gradients that `gradient_accumulation_steps` adds up.
       residual_bytes: Bytes that compression keeps for the weight between steps.
     """
@@ -89,17 +88,15 @@ class MemoryNeed:
 
 
 def needs_of(model: ModelShapes, replicas: int) -> dict[str | None, MemoryNeed]:
-    """Returns what each replica needs, by the value of `model_sharding`. One replica shards nothing."""
+    """Returns the memory of each replica, by the value of `model_sharding`. One replica shards nothing."""
     whole = _whole(model, exchanges=replicas > 1)
     if replicas == 1:
         return {None: whole}
-    weights = whole.weights
-    parts = sum(_part_bytes([each.value], replicas) for each in model.weights)
     sharded = dataclasses.replace(
         whole,
-        optimizer_state=_sharded_state(model, replicas) + sum(each.bytes for each in model.other_state),
-        # The sums of the own parts exist beside the gradients; the gathered weights come when these are freed.
-        exchange=max(parts, weights + parts - whole.gradients),
+        optimizer_state=_sharded_state(model, replicas) + _bytes(model.other_state),
+        # Sums of parts exist beside the gradients. Gathered weights take the memory of the gradients afterwards.
+        exchange=_part_bytes((each.value for each in model.weights), replicas),
     )
     needs: dict[str | None, MemoryNeed] = {None: whole, "optimizer": sharded}
     if all(each.is_elementwise and not each.residual_bytes for each in model.weights):
@@ -116,18 +113,6 @@ def _with_parts_of_weights(model: ModelShapes, sharded: MemoryNeed, replicas: in
     # A weight is gathered while the one before is in use, and its gradient exists beside them until it is summed.
     exchange = 2 * max(in_flight, min(AHEAD_BYTES, _bytes(divided)))
     return dataclasses.replace(sharded, weights=parts, gradients=parts, exchange=exchange)
-
-
-def table_of(needs: dict[str | None, MemoryNeed]) -> str:
-    """Returns the needs as a table for people: a line for each kind of memory, a column for each option."""
-    columns = ["unsharded" if mode is None else mode for mode in needs]
-    lines = [f"{'on each replica':24}" + "".join(f"{column:>14}" for column in columns)]
-    for field in dataclasses.fields(MemoryNeed):
-        values = [getattr(need, field.name) for need in needs.values()]
-        if any(values):
-            lines.append(f"{field.name.replace('_', ' '):24}" + "".join(f"{size(value):>14}" for value in values))
-    lines.append(f"{'total':24}" + "".join(f"{size(need.total):>14}" for need in needs.values()))
-    return "\n".join(lines)
 
 
 def _whole(model: ModelShapes, *, exchanges: bool) -> MemoryNeed:

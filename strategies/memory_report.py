@@ -1,4 +1,4 @@
-"""What the variables of a strategy take of the memory of each replica, with and without sharding."""
+"""The memory that the variables of a strategy take on each replica, with and without sharding."""
 
 import dataclasses
 import math
@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.readable_numbers import size
 from tfdist.strategies.distributed_variables import OptimizerVariable, WeightVariable
+from tfdist.strategies.memory_table import memory_table
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
@@ -26,10 +26,10 @@ class MemoryReport:
       gradients: Gradients of these weights while a step computes them, of the same size.
       optimizer_state: State of optimizers.
       accumulated_gradients: Gradients that `gradient_accumulation_steps` adds up.
-      residuals: What compression keeps from step to step.
+      residuals: Residuals of compression, kept from step to step.
       other: Other variables, such as statistics of layers and metrics.
-      whole_optimizer_state: What `optimizer_state` would be without sharding.
-      whole_weights: What `weights`, and `gradients`, would be without sharding.
+      whole_optimizer_state: The same as `optimizer_state`, without sharding.
+      whole_weights: The same as `weights` and `gradients`, without sharding.
     """
 
     weights: int
@@ -44,28 +44,22 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        kinds = (self.weights, self.gradients, self.optimizer_state, self.accumulated_gradients)
-        return sum(kinds) + self.residuals + self.other
+        return sum(self._kinds().values())
 
     @property
     def whole_total(self) -> int:
-        """What `total` would be without sharding."""
-        more = self.whole_optimizer_state - self.optimizer_state + 2 * (self.whole_weights - self.weights)
-        return self.total + more
+        """Sum of all parts, without sharding."""
+        return sum(self._whole_kinds().values())
+
+    def _kinds(self) -> dict[str, int]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if not name.startswith("whole_")}
+
+    def _whole_kinds(self) -> dict[str, int]:
+        whole = {"weights": self.whole_weights, "gradients": self.whole_weights}
+        return {**self._kinds(), **whole, "optimizer_state": self.whole_optimizer_state}
 
     def __str__(self) -> str:
-        rows = {
-            "weights": (self.weights, self.whole_weights),
-            "gradients": (self.gradients, self.whole_weights),
-            "optimizer state": (self.optimizer_state, self.whole_optimizer_state),
-            "accumulated gradients": (self.accumulated_gradients, self.accumulated_gradients),
-            "residuals": (self.residuals, self.residuals),
-            "other variables": (self.other, self.other),
-            "total": (self.total, self.whole_total),
-        }
-        lines = [f"{'on each replica':22}{'now':>12}{'unsharded':>12}"]
-        lines += [f"{name:22}{size(now):>12}{size(whole):>12}" for name, (now, whole) in rows.items()]
-        return "\n".join(lines)
+        return memory_table({"now": self._kinds(), "unsharded": self._whole_kinds()})
 
 
 class MadeVariables:

@@ -30,7 +30,6 @@ from tfdist.strategies.sharding.sharded_state import ShardedState
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 from tfdist.strategies.sharding.state_creation import check_is_updated_in_parts, check_model_sharding, make_in_parts
 from tfdist.strategies.sharding.table_update import table_of, update_parts
-from tfdist.strategies.sharding.weight_creation import make_sharded_weight, partition_of_weight
 from tfdist.strategies.table_reducer import TableReducer
 
 
@@ -45,8 +44,7 @@ class ReplicatedExtended:
     reducer: GradientReducer
     parts: PartReducer | None = None
     tables: TableReducer | None = None
-    shards_state = False
-    _model_sharding: str | None = None
+    model_sharding: str | None = None
     _num_workers = 1
     _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
@@ -54,12 +52,11 @@ class ReplicatedExtended:
     def shard(self, model_sharding):
         """Sets what of a model is sharded, by the argument of the strategy; called once, before `compress`."""
         check_model_sharding(model_sharding)
-        self._model_sharding = model_sharding
+        self.model_sharding = model_sharding
         if self._num_replicas_in_sync == 1:
             return
         if isinstance(self._cross_device_ops, Collectives):
             self.parts, self.tables = PartReducer(self._cross_device_ops), TableReducer(self._cross_device_ops)
-            self.shards_state = model_sharding is not None
         elif model_sharding is not None:
             raise ValueError(
                 f"model_sharding={model_sharding!r} exchanges parts of weights by collectives, but cross_device_ops is "
@@ -94,7 +91,7 @@ class ReplicatedExtended:
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
                 f"{type(collectives).__name__}. Leave cross_device_ops out."
             )
-        if policy is not None and self._model_sharding == "parameters":
+        if policy is not None and self.model_sharding == "parameters":
             raise ValueError(
                 f"model_sharding='parameters' sums gradients uncompressed, in the backward pass, but got compression="
                 f"{compression!r}. Leave compression out, or use model_sharding='optimizer'."
@@ -133,12 +130,6 @@ class ReplicatedExtended:
             if divided is not None:
                 self.made_variables.add(divided)
                 return divided
-        if self.parts is not None and self._model_sharding == "parameters":
-            partition = partition_of_weight(kwargs, self.parts.shards)
-            if partition is not None:
-                weight = make_sharded_weight(next_creator, kwargs, partition, self)
-                self.made_variables.add(weight)
-                return weight
         trainable = kwargs.get("trainable") is not False
         colocated = kwargs.get("colocate_with") is not None
         variable = super()._create_variable(next_creator, **kwargs)
@@ -167,10 +158,10 @@ class ReplicatedExtended:
                 "made outside of it, so that each replica would train by itself. Make the model inside `with "
                 "strategy.scope():` as well, and compile it there."
             )
-        if self.shards_state and args:
+        if self.model_sharding is not None and args:
             check_is_updated_in_parts(var)
         if isinstance(var, ShardedWeight) and steps.current_step() is None:
-            args = tuple(map(_parts, args))  # Keras passes averages of weights, of which each replica has a part too.
+            args = tuple(map(_in_parts, args))  # Keras passes averages, which are in parts too.
         if table_of(var) is not None and steps.current_step() is None:
             return update_parts(var, fn, args)
         return super().update(var, fn, args, kwargs, group)
@@ -283,7 +274,7 @@ class ReplicatedExtended:
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
 
 
-def _parts(value):
+def _in_parts(value):
     """Returns the parts of sharded state, as one tensor for each replica; other values unchanged."""
     state = value.value if isinstance(value, keras.Variable) else value
     return (

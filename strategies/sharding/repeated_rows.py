@@ -26,8 +26,8 @@ def squares_of_each(values: tf.Tensor, segment: tf.Tensor, segments: tf.Tensor) 
 def rows_with(sums: tf.Tensor, squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Makes rows with given sums and sums of squares: at least two rows for each sum.
 
-    Of k rows, one is above their mean and one below it by the same amount, and the others equal it. No choice of rows
-    has fewer squares than k equal rows have, which sets the least k.
+    One of k rows is above their mean, one is below it by the same amount, and the others equal it. Equal rows have the
+    least sum of squares, which sets the least k.
 
     Args:
       sums: [sums, n].

@@ -1,4 +1,4 @@
-"""Makes the state of optimizers in parts: recognizes it when Keras creates it, and creates a part on each replica."""
+"""Makes variables in parts, such as the state of optimizers: recognizes them when Keras creates them."""
 
 import math
 import weakref
@@ -20,6 +20,7 @@ from tfdist.strategies.sharding.sharded_update import check_updates_parts
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 from tfdist.strategies.sharding.table_initializer import TableInitializer
 from tfdist.strategies.sharding.table_update import check_can_update_tables
+from tfdist.strategies.sharding.weight_creation import make_sharded_weight, partition_of_weight
 from tfdist.strategies.sharding.weight_part import tensorflow_variable
 
 _MODES = (None, "optimizer", "parameters")
@@ -39,16 +40,22 @@ def check_model_sharding(model_sharding: Any) -> None:
 def make_in_parts(next_creator: Any, kwargs: Mapping[str, Any], extended: Any) -> ShardedState | None:
     """Makes a variable of which each replica has a part, if it is to be divided; else returns `None`.
 
-    These are tables of `ShardedEmbedding`, their optimizer state, and with `model_sharding` that of all weights.
+    These are tables of `ShardedEmbedding` and their optimizer state; with `model_sharding` the optimizer state of all
+    weights, and large weights.
     """
     initializer, weight = keras_stack.initializer_in_use(), kwargs.get("colocate_with")
     variable = keras_stack.variable_being_made()
     if variable is not None and isinstance(initializer, TableInitializer):
         return ShardedTable.make_table(next_creator, kwargs, tuple(variable.shape), initializer)
-    if not extended.shards_state and not isinstance(weight, ShardedTable):
-        return None
-    division = division_of_state(tf.distribute.get_strategy(), kwargs, extended.parts.shards)
-    return None if division is None else make_sharded_state(next_creator, kwargs, division, extended.parts.shard_of)
+    if extended.model_sharding is not None or isinstance(weight, ShardedTable):
+        division = division_of_state(tf.distribute.get_strategy(), kwargs, extended.parts.shards)
+        if division is not None:
+            return make_sharded_state(next_creator, kwargs, division, extended.parts.shard_of)
+    if extended.model_sharding == "parameters":
+        partition = partition_of_weight(kwargs, extended.parts.shards)
+        if partition is not None:
+            return make_sharded_weight(next_creator, kwargs, partition, extended)
+    return None
 
 
 def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> Division | None:

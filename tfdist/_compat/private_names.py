@@ -182,7 +182,7 @@ _NAMES_BY_FEATURE = {
         "keras.src.random:seed_generator",
         "keras.src.random.seed_generator:global_seed_generator(GLOBAL_SEED_GENERATOR|global_seed_generator)",
     ),
-    "weights in parts": (
+    "model_sharding='parameters'": (
         "tensorflow.python.eager.record:should_record_backprop",
         "tensorflow.python.eager.backprop:_gradient_function(gradient_tape/)",
         "tensorflow.python.framework.ops:Operation._update_input",

@@ -120,8 +120,8 @@ def _training_on(callback: Any) -> Iterator[None]:
 class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint`, written by the chief. The files exist on all workers when `fit` returns.
 
-    If what is saved is divided among workers, by `model_sharding` or a `ShardedEmbedding`, all workers take part. The
-    others write a file of their own to a temporary folder, since Keras decides in which order the state is read.
+    All workers take part if variables are divided among them, by `model_sharding` or a `ShardedEmbedding`. The others
+    write a file of their own to a temporary folder, since Keras decides in which order the state is read.
     """
 
     @property

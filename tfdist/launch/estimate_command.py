@@ -1,7 +1,6 @@
 """The command `tfdist estimate`: estimates the memory of each replica, and names the option that makes a model fit."""
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -17,10 +16,6 @@ from absl import logging
 from tfdist.launch import arguments
 
 _CONFIG = "config.json"  # The description of the model in a .keras file.
-
-
-class ModelSourceError(ValueError):
-    """The argument of `tfdist estimate` names no model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,30 +60,29 @@ def maker_of(source: str) -> Callable[[], Any]:
     """Returns a function that makes the model that the argument of the command names.
 
     Raises:
-      ModelSourceError: If the argument names no `.keras` file and no function.
+      ValueError: If the argument names no `.keras` file and no function.
     """
     if source.endswith(".keras"):
         config = _config_of(pathlib.Path(source))
         return lambda: _model_of(config, source)
     place, colon, name = source.rpartition(":")
     if not colon:
-        raise ModelSourceError(f"MODEL must be a .keras file, FILE.py:FUNCTION or MODULE:FUNCTION, got {source!r}.")
+        raise ValueError(f"MODEL must be a .keras file, FILE.py:FUNCTION or MODULE:FUNCTION, got {source!r}.")
     module = _module_of(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ModelSourceError(f"{place} has no function {name!r}. Name one that returns a compiled model.")
+        raise ValueError(f"{place} has no function {name!r}. Name one that returns a compiled model.")
     return function  # type: ignore[no-any-return]
 
 
 def _module_of(place: str) -> Any:
     if not place.endswith(".py"):
-        with contextlib.suppress(ValueError):
-            sys.path.insert(0, str(pathlib.Path.cwd()))
+        sys.path.insert(0, str(pathlib.Path.cwd()))
         return importlib.import_module(place)
     path = pathlib.Path(place)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ModelSourceError(f"There is no file {place}. Give the path of a Python file.")
+        raise ValueError(f"There is no file {place}. Give the path of a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.resolve().parent))
@@ -102,9 +96,9 @@ def _config_of(path: pathlib.Path) -> dict[str, Any]:
             config: dict[str, Any] = json.loads(archive.read(_CONFIG))
             return config
     except FileNotFoundError:
-        raise ModelSourceError(f"There is no file {path}. Save the model by `model.save`.") from None
+        raise ValueError(f"There is no file {path}. Save the model by `model.save`.") from None
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise ModelSourceError(f"{path} is no file of `model.save`: {error}.") from None
+        raise ValueError(f"{path} is no file of `model.save`: {error}.") from None
 
 
 def _model_of(config: dict[str, Any], source: str) -> Any:
@@ -113,7 +107,7 @@ def _model_of(config: dict[str, Any], source: str) -> Any:
     try:
         return keras.saving.deserialize_keras_object(config)
     except TypeError as error:
-        raise ModelSourceError(
+        raise ValueError(
             f"The classes of the model in {source} are not known: {str(error).splitlines()[0]} Name a function that "
             "returns the model instead, as in train.py:make_model."
         ) from None
