@@ -1,6 +1,7 @@
 """Functions that the tests on GPUs run in worker processes."""
 
 import functools
+import gc
 import os
 import tempfile
 import time
@@ -11,7 +12,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from benchmarks.models import keras_model
 from tfdist import compression
+from tfdist.strategies.sharding.sharded_weight import is_sharded_weight
 
 KIND = os.environ.get("TFDIST_GPU_TESTS_ON", "GPU")
 BATCH, STEPS = 32, 6
@@ -33,30 +36,32 @@ def devices():
     return [f"{KIND}:{number}" for number in range(len(tf.config.list_logical_devices(KIND)))]
 
 
-def strategy(placement, codec=None, hierarchical=False):
+def strategy(placement, codec=None, hierarchical=False, sharding=None):
     """Returns the strategy of these arguments, the same at each call."""
-    return _strategy(placement, codec, hierarchical)
+    return _strategy(placement, codec, hierarchical, sharding)
 
 
 @functools.cache
-def _strategy(placement, codec, hierarchical):
+def _strategy(placement, codec, hierarchical, sharding):
     """Makes a strategy once in this process.
 
     Args:
       placement: "plain" for no strategy, "mirrored" for the devices of this process, or "workers".
       codec: Name of a codec, or `None`.
       hierarchical: Whether the devices of a process reduce by hierarchical copies.
+      sharding: The `model_sharding` of the strategy.
     """
     if placement == "plain":
         return None
     compressed = CODECS[codec] if codec else None
     if placement == "mirrored":
         ops = tf.distribute.HierarchicalCopyAllReduce() if hierarchical else None
-        return tfdist.MirroredStrategy(devices(), ops, compression=compressed)
+        return tfdist.MirroredStrategy(devices(), ops, compression=compressed, model_sharding=sharding)
     # Two processes share one GPU, which NCCL refuses.
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
-    return tfdist.MultiWorkerMirroredStrategy(communication_options=options, compression=compressed)
+    kwargs = {"compression": compressed, "model_sharding": sharding}
+    return tfdist.MultiWorkerMirroredStrategy(communication_options=options, **kwargs)
 
 
 def rows(batches=STEPS):
@@ -65,12 +70,12 @@ def rows(batches=STEPS):
     return images, (images.mean((1, 2)) @ rng.normal(size=(3, 4))).argmax(1)
 
 
-def build(placement, codec=None, hierarchical=False, policy="float32", optimizer="sgd", dense=False, **compiled):
+def build(placement, policy="float32", optimizer="sgd", dense=False, compiled=None, **options):
     """Makes a small CNN whose batch normalization counts the rows of all replicas; `dense` leaves out convolutions."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     keras.mixed_precision.set_global_policy(policy)
-    place = strategy(placement, codec, hierarchical)
+    place = strategy(placement, **options)
     try:
         with tf.device(f"{KIND}:0") if place is None else place.scope():
             normalized = layers.BatchNormalization(synchronized=place is not None and place.num_replicas_in_sync > 1)
@@ -85,17 +90,16 @@ def build(placement, codec=None, hierarchical=False, policy="float32", optimizer
                 ]
             )
             rule = keras.optimizers.Adam(0.01) if optimizer == "adam" else keras.optimizers.SGD(0.05, momentum=0.9)
-            compiled = {"jit_compile": False, **compiled}
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(rule, loss, metrics=["accuracy"], **compiled)
+            model.compile(rule, loss, metrics=["accuracy"], **{"jit_compile": False, **(compiled or {})})
     finally:
         keras.mixed_precision.set_global_policy("float32")
     return model
 
 
-def train(placement, codec=None, hierarchical=False, epochs=2, **options):
+def train(placement, epochs=2, **options):
     """Trains the CNN. Returns its weights, the history, the loss scale if there is one, and whether replicas agree."""
-    model = build(placement, codec, hierarchical, **options)
+    model = build(placement, **options)
     history = model.fit(*rows(), batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
     loss, accuracy = model.evaluate(*rows(), batch_size=BATCH, verbose=0)
     scale = getattr(model.optimizer, "dynamic_scale", None)
@@ -105,15 +109,13 @@ def train(placement, codec=None, hierarchical=False, epochs=2, **options):
         "evaluated": [loss, accuracy],
         "predicted": model.predict(rows()[0], batch_size=BATCH, verbose=0),
         "scale": None if scale is None else float(scale),
-        "replicas_agree": _replicas_agree(model, placement, codec, hierarchical),
+        "replicas_agree": placement == "plain" or _replicas_agree(model),
     }
 
 
-def _replicas_agree(model, placement, codec, hierarchical):
-    place = strategy(placement, codec, hierarchical)
-    if place is None:
-        return True
-    copies = [place.experimental_local_results(variable.value) for variable in model.trainable_variables]
+def _replicas_agree(model):
+    whole = [variable.value for variable in model.trainable_variables if not is_sharded_weight(variable)]
+    copies = [model.distribute_strategy.experimental_local_results(value) for value in whole]
     return all(np.array_equal(copy.numpy(), one[0].numpy()) for one in copies for copy in one[1:])
 
 
@@ -280,3 +282,52 @@ def balanced(placement):
     model.fit(place.distribute_datasets_from_function(data), epochs=2, verbose=0)
     place.reports.listeners.remove(listen)
     return model.get_weights(), seen
+
+
+def table_training(placement):
+    """Trains on a table of 1000 rows, divided among replicas or on one device. Returns the weights and the losses."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    place = strategy(placement)
+    table = layers.Embedding if place is None else tfdist.layers.ShardedEmbedding
+    with tf.device(f"{KIND}:0") if place is None else place.scope():
+        model = keras.Sequential(
+            [layers.Input((5,), dtype="int64"), table(1000, 16), layers.Flatten(), layers.Dense(4)]
+        )
+        model.compile(keras.optimizers.Adagrad(0.1), "mse", jit_compile=False)
+    rng = np.random.default_rng(0)
+    ids, targets = rng.integers(1000, size=(BATCH * STEPS, 5)), rng.normal(size=(BATCH * STEPS, 4))
+    losses = model.fit(ids, targets, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+    return model.get_weights(), losses
+
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(1e-4),
+    "adamw": lambda: keras.optimizers.AdamW(1e-4),
+    "sgd": lambda: keras.optimizers.SGD(1e-4, momentum=0.9),
+    "lion": lambda: keras.optimizers.Lion(1e-4),
+}
+
+
+def memory(name, optimizer, sharding):
+    """Measures the memory of a model of the benchmarks on each device of this process.
+
+    Returns:
+      Bytes that the allocator of each device holds for the weights, and for the optimizer's state.
+    """
+    keras.utils.clear_session()
+    gc.collect()
+
+    def held():
+        for device in devices():
+            with tf.device(device):
+                tf.zeros([1]).numpy()  # Waits for work on this device.
+        return np.array([tf.config.experimental.get_memory_info(device)["current"] for device in devices()])
+
+    start = held()
+    with strategy("mirrored", sharding=sharding).scope():
+        model = keras_model(name, keras)
+        built = held()
+        rule = OPTIMIZERS[optimizer]()
+        rule.build(model.trainable_variables)
+        return (built - start).tolist(), (held() - built).tolist()

@@ -55,7 +55,7 @@ def test_hierarchical_copies_equal_plain_keras(gpu_pools):
 def test_several_steps_per_execution_equal_plain_keras(gpu_pools):
     (plain,) = gpu_pools().run(checks.train, "plain")
     for placement in PLACEMENTS:
-        assert_equal(trained(gpu_pools, placement, steps_per_execution=3), plain, TOLERANCE["float32"])
+        assert_equal(trained(gpu_pools, placement, compiled={"steps_per_execution": 3}), plain, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -79,15 +79,16 @@ def test_compressed_training_keeps_replicas_equal_and_learns(gpu_pools, placemen
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "convolutions"])
 def test_a_compiled_step_of_one_replica_equals_compiled_keras(gpu_pools, dense):
-    (plain,) = gpu_pools().run(checks.train, "plain", jit_compile=True, dense=dense)
-    assert_equal(trained(gpu_pools, "one replica", jit_compile=True, dense=dense), plain, TOLERANCE["float32"])
+    options = {"compiled": {"jit_compile": True}, "dense": dense}
+    (plain,) = gpu_pools().run(checks.train, "plain", **options)
+    assert_equal(trained(gpu_pools, "one replica", **options), plain, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("placement", ["two devices", "two workers"])
 def test_a_compiled_step_of_several_replicas_is_refused(gpu_pools, placement):
     workers, devices, kind = PLACEMENTS[placement]
     with pytest.raises(tfdist.errors.WorkerError) as caught:
-        gpu_pools(workers, devices).run(checks.train, kind, jit_compile=True)
+        gpu_pools(workers, devices).run(checks.train, kind, compiled={"jit_compile": True})
     for text in ("jit_compile=True", "XLA", "Pass jit_compile=False"):
         assert text in str(caught.value)
 
