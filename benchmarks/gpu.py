@@ -8,8 +8,8 @@
   multiplication reads and writes each byte once. Operations are queued one after another. The clock stops when the GPU
   has finished all of them.
 - transformer: the time of a step of `fit` of a language model in mixed_bfloat16. It compares plain Keras with
-  `tfdist.MirroredStrategy` on the same GPU. Both models stay alive and take turns. "Keras again" is a second block of
-  the first model in each round, whose ratio is the accuracy. Tracing takes most of the time.
+  `tfdist.MirroredStrategy` and with TensorFlow's own on the same GPU. The models stay alive and take turns. "Keras
+  again" is a second block of the first model in each round; its ratio is the accuracy. Tracing takes most of the time.
 - transformer_compiled: the same with `jit_compile=True`.
 - shared: the time of a step of two worker processes on the same GPU, with each codec. They exchange by gRPC, through
   the memory of the host, since NCCL refuses two processes on one GPU.
@@ -177,7 +177,8 @@ def make_training(strategy: tf.distribute.Strategy | None, jit_compile: bool) ->
 def measure_transformer(jit_compile: bool) -> list[dict]:
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     blocks = {}
-    for name, strategy in ("Keras", None), ("MirroredStrategy", tfdist.MirroredStrategy([FLAGS.device])):
+    strategies = {"tfdist": tfdist.MirroredStrategy, "tf.distribute": tf.distribute.MirroredStrategy}
+    for name, strategy in {"Keras": None, **{key: make([FLAGS.device]) for key, make in strategies.items()}}.items():
         start = time.perf_counter()
         blocks[name] = make_training(strategy, jit_compile)
         blocks[name]()

@@ -51,3 +51,37 @@ def test_a_step_does_not_wait_for_the_gpu_to_note_when_its_batch_has_arrived():
 
     assert [each for each in begun.op.control_inputs if "CPU" in each.device]
     assert not [source for each in on_host for source in each.inputs if "GPU" in source.device]
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_a_step_of_one_replica_exchanges_nothing_with_the_host_but_sizes_and_the_result_before(rows):
+    """TensorFlow's copies between host and GPU wait for all kernels, so a copy in the step would stop the GPU."""
+    with tf.Graph().as_default() as graph:
+        with tf.device(GPU):
+            batch = tf.compat.v1.placeholder(tf.float32, [rows, 4])
+            clock = Clock(GPU)
+            step = len(graph.get_operations())
+            clock.run_ahead(lambda data: {"loss": tf.reduce_mean(data)}, batch)
+    operations = graph.get_operations()[step:]
+    on_host = {operation for operation in operations if "CPU" in operation.device}
+    needed = {operation: _sources(operation) for operation in operations}
+    to_host = [source for each in on_host for source in needed[each] if "GPU" in source.device]
+    to_gpu = [source for each in set(operations) - on_host for source in needed[each] if "CPU" in source.device]
+
+    assert to_gpu == []
+    assert sorted(source.type for source in to_host) == (["Shape", "Sum"] if rows is None else ["Sum"])
+    (result,) = [source for source in to_host if source.type == "Sum"]
+    assert batch.op not in _all_sources(result)
+
+
+def _sources(operation):
+    return {*(each.op for each in operation.inputs), *operation.control_inputs}
+
+
+def _all_sources(operation):
+    found, ahead = set(), [operation]
+    while ahead:
+        new = _sources(ahead.pop()) - found
+        found |= new
+        ahead.extend(new)
+    return found
