@@ -47,9 +47,10 @@ class Clock:
         TensorFlow launches kernels ahead of their computation. A wait for this step's results would leave the GPU
         without work until the next step begins. A copy between host and GPU waits too, since TensorFlow lets it wait
         for all kernels that the GPU has been given. So the only copy here is made before the kernels of this step.
+        `step_phases.in_step_order` has the order of the moments.
         """
-        self._note(BEGIN, [], self._sizes(data))
         self.mark(GRADIENTS, self._result.read_value())
+        self._note(BEGIN, [], self._sizes(data))
         results = step(data)
         numbers = [leaf for leaf in _tensors_of(results) if leaf.dtype.is_floating]
         with tf.device(self._device):

@@ -1,8 +1,14 @@
 """How graphs for a GPU wait for the moments whose times they note. No GPU is needed to build them."""
 
+import contextlib
+import time
+
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tfdist.strategies.collectives.stopwatch import computed_by
 from tfdist.strategies.step_clock import Clock
 
@@ -85,3 +91,38 @@ def _all_sources(operation):
         found |= new
         ahead.extend(new)
     return found
+
+
+def test_a_step_that_runs_ahead_reports_its_time_and_trains_like_keras(monkeypatch):
+    """A CPU stands for the GPU. It computes a step while TensorFlow has not yet returned to Python."""
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    reports = strategy.reports
+    monkeypatch.setattr(reports.clock(0), "is_on_gpu", True)
+    monkeypatch.setattr(reports, "_runs_ahead", True)
+    told = []
+    reports.listeners.append(told.append)
+
+    def train(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = keras.Sequential([keras.Input((3,)), Slow(), keras.layers.Dense(1)])
+            model.compile("adam", "mse", jit_compile=False)
+        model.fit(np.ones((20, 3)), np.ones((20, 1)), batch_size=8, epochs=2, verbose=0)
+        return model.get_weights()
+
+    for own, expected in zip(train(strategy.scope()), train(contextlib.nullcontext()), strict=True):
+        np.testing.assert_array_equal(own, expected)
+    assert [report.rows.tolist() for report in told] == [[8], [8], [4]] * 2
+    # The first report comes before a step is computed.
+    assert all(report.compute_seconds[0] >= 0.9 * Slow.SECONDS for report in told[1:])
+
+
+class Slow(keras.layers.Layer):
+    SECONDS = 0.05
+
+    def call(self, x):
+        def wait(values):
+            time.sleep(self.SECONDS)
+            return values
+
+        return x + 0 * tf.ensure_shape(tf.numpy_function(wait, [tf.stop_gradient(x)], x.dtype), x.shape)

@@ -223,22 +223,27 @@ def busy_seconds(size, times):
 
 
 def timed_steps(placement, size, times, steps=6):
-    """Trains a model that keeps the device busy. Returns the seconds that steps report, and `busy_seconds`."""
+    """Trains a model that keeps the device busy.
+
+    Returns:
+      The seconds that steps report, `busy_seconds`, and the moments that the clock of the first replica noted.
+    """
     place = strategy(placement)
     busy = busy_seconds(size, times)
     keras.utils.set_random_seed(1)
     with place.scope():
         model = keras.Sequential([layers.Input((8,)), Products(size, times), layers.Dense(4)])
         model.compile("sgd", "mse", jit_compile=False)
-    reported = []
+    reported, moments = [], []
 
     def listen(report):
         reported.append(report.compute_seconds.tolist())
+        moments.append(place.reports.clock(0).times.numpy().tolist())
 
     place.reports.listeners.append(listen)
     model.fit(np.ones((8 * steps, 8)), np.ones((8 * steps, 4)), batch_size=8, verbose=0)
     place.reports.listeners.remove(listen)
-    return reported[1:], min(busy, busy_seconds(size, times))  # Other work on the card may come and go.
+    return reported[1:], min(busy, busy_seconds(size, times)), moments  # Other work on the card may come and go.
 
 
 class BrokenOffError(Exception):

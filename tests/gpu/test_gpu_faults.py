@@ -28,9 +28,11 @@ def test_a_resumed_training_equals_the_uninterrupted_one(gpu_pools):
 
 @pytest.mark.parametrize(("workers", "devices", "kind"), [(1, 1, "mirrored"), (1, 2, "mirrored"), (2, 1, "workers")])
 def test_reported_seconds_are_those_of_the_kernels_and_not_of_their_launch(gpu_pools, workers, devices, kind):
-    reported, busy = gpu_pools(workers, devices).run(checks.timed_steps, kind, *BUSY)[0]
+    reported, busy, moments = gpu_pools(workers, devices).run(checks.timed_steps, kind, *BUSY)[0]
     own = [statistics.median(of_replica) for of_replica in zip(*reported, strict=True)]
     print("seconds of the kernels:", busy, "reported by replica:", own)
+    for noted in moments:
+        print("BEGIN, LOSS, SHARE, GRADIENTS, END, ...:", [round(each - moments[0][0], 6) for each in noted])
     assert all(seconds > 0.7 * busy for seconds in own)
 
 
