@@ -108,6 +108,14 @@ def test_a_machine_with_jitter_needs_more_blocks():
     assert steps[0] == 15 and steps == sorted(steps) and 30 < steps[1] < 60 and steps[3] == 120
 
 
+def test_jitter_of_others_that_compute_little_does_not_delay_a_verdict():
+    noisy = [0.05 if worker == 1 else 0.9 for worker in range(WORKERS)]
+    (verdict,) = judged([block(number, slow={"compute": 40.0}, jitter=noisy) for number in range(30)])
+    assert verdict.step <= 30 and verdict.amount == pytest.approx(40.0)
+    (verdict,) = judged([block(number, slow={"compute": 2.0}, jitter=noisy) for number in range(30)])
+    assert verdict.step == 120
+
+
 def test_a_verdict_stays_while_a_worker_recovers_a_little():
     factors = [2.0] * 4 + [1.3] * 20
     verdicts = judged([block(number, slow={"compute": factor}) for number, factor in enumerate(factors)])

@@ -18,6 +18,7 @@ from tfdist.events.straggler_file import CALLBACK, COMPUTATION, INPUT, LINK
 _LEAST_BLOCKS, _MOST_BLOCKS = 4, 32  # Blocks that are looked at, on a quiet and on a noisy machine.
 _NEEDED = 0.75  # Part of these blocks in which a worker must be slow.
 _QUIET = 0.1  # Jitter of a quiet machine. More jitter needs more blocks, as for the mean of noisy numbers.
+_CLEAR = 2.0  # Times slower; beyond, the jitter of the other workers counts less.
 _LEAST_SECONDS = 1e-9
 _FEWER_ROWS = 0.8  # Rows of a worker, as a part of the median of the others, that count as fewer.
 
@@ -200,9 +201,15 @@ class StragglerJudge:
             jitters = [each.block.jitter for each in self._blocks]
             own = statistics.fmean(each[straggler.worker] for each in jitters)
             others = statistics.fmean(_medians_of_others(each)[straggler.worker] for each in jitters)
-            count = blocks_for(max(own, others))
+            # Noise of the others is small beside a worker that computes many times as long.
+            count = blocks_for(max(own, others * min(_CLEAR / self._usual_factor(straggler), 1.0)))
         since_end = self._count - self._ended.get(straggler, 0)
         return list(self._blocks)[-min(count, since_end) :] if since_end else [], math.ceil(_NEEDED * count)
+
+    def _usual_factor(self, straggler: Straggler) -> float:
+        """Returns how many times slower a worker is in the last few blocks, by their median; 1 where it is not slow."""
+        recent = list(self._blocks)[-_LEAST_BLOCKS:]
+        return statistics.median(each.slow[straggler].amount if straggler in each.slow else 1.0 for each in recent)
 
     def _begins(self, straggler: Straggler) -> bool:
         recent, needed = self._recent(straggler)
