@@ -971,3 +971,12 @@ def test_sharded_state_is_restored_with_other_parts(before, after, pools, tmp_pa
 
     for own, other in zip(resumed, unbroken, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_key_of_a_metric_is_found_without_a_sum_over_workers():
+    class Summed:
+        def __getattr__(self, name):
+            raise AssertionError(f"looking for {name} sums the metric over all workers")
+
+    slot = variable_states.Slot("metric/0", "loss/total", types.SimpleNamespace(value=Summed()), own=True)
+    assert slot.own_key == "metric/0"

@@ -44,7 +44,8 @@ class Slot:
     @property
     def own_key(self) -> str:
         """Key of the values that replicas have of their own; it shows how rows of tables are divided."""
-        partition = getattr(self.variable.value, "partition", None)
+        # Not `getattr`: a metric would sum its values over all workers to look for the attribute in the sum.
+        partition = vars(self.variable.value).get("partition")
         return self.key + _IN_TURN if getattr(partition, "in_turn", False) else self.key
 
     @property
