@@ -19,6 +19,7 @@ OF_LIBRARIES = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
     "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate",
     "/job:worker/replica:0/task:1",
+    "The tasks have crashed. Check the task logs for an earlier error, or scheduler events (e.g. preemption, eviction)",
     "The error could be from a previous operation. Restart your program to reset.",
     "\t [[{{node cond/CollectiveReduceV2}}]] [type.googleapis.com/tensorflow.DerivedStatus='']",
     "Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling",

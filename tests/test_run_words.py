@@ -1,6 +1,7 @@
 """The messages at the end of a run and after a restore, and which folders of former runs stay."""
 
 import argparse
+import json
 import os
 import types
 
@@ -11,10 +12,12 @@ from tfdist.backup.fit_progress import FitProgress
 from tfdist.backup.resume_message import resume_message
 from tfdist.exit_codes import PREEMPTED
 from tfdist.folder_lock import held
-from tfdist.launch.first_failure import Failure, with_step
+from tfdist.launch.first_failure import FROM_PEER, Failure, first_failure, with_step
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.run_summary import details_of, outcome_line
+from tfdist.launch.worker_group import WorkerExit
 from tfdist.readable_numbers import duration
+from tfdist.run_files import RunFiles
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,20 @@ def test_the_step_of_a_failure_is_that_of_the_events_after_it(tmp_path, worker):
     assert with_step(failure, tmp_path, [1]).step is None  # The peers have supervisors of their own.
     later = Failure(0, worker, "host", BEGUN + 100.0, "signal", 137, signal="SIGKILL")
     assert with_step(later, tmp_path, range(3)).step is None
+
+
+def test_a_worker_that_sends_no_heartbeats_is_named_as_the_suspect(tmp_path):
+    message = (
+        "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are unhealthy "
+        "(stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."
+    )
+    files = RunFiles(tmp_path)
+    files.attempt(0).mkdir(parents=True)
+    report = {"pid": 7, "time": 1.0, "kind": "exception", "exception": "UnavailableError", "message": message}
+    files.report(0, 0).write_text(json.dumps(report))
+    failure = first_failure(tmp_path, 0, [WorkerExit(0, 1, 7, 2.0)], [], 3.0)
+    assert failure.suspect == failure.culprit == 1 and failure.doubt == FROM_PEER
+    assert "worker 1 sent no more heartbeats" in failure.describe()
 
 
 @pytest.mark.parametrize(

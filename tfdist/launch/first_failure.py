@@ -40,7 +40,7 @@ _CONSEQUENCE_TEXTS = (
     *("Collective ops is aborted", "Agent must be in CONNECTED state"),
     *(WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: "),
 )
-
+_WITHOUT_HEARTBEATS = re.compile(r"stopped sending heartbeats\):\s*/job:worker/replica:0/task:(\d+)")
 
 FROM_PEER = 2
 """The doubt of a failure that follows from that of a peer."""
@@ -49,6 +49,16 @@ FROM_PEER = 2
 def is_consequence(exception: str | None, message: str) -> bool:
     """Returns whether a worker's exception, given by class name and message, only follows from a peer's failure."""
     return exception in _CONSEQUENCES or any(text in message for text in _CONSEQUENCE_TEXTS)
+
+
+def without_heartbeats(message: str) -> int | None:
+    """Returns the worker that, by TensorFlow's message, sends no heartbeats any more; the first of several."""
+    found = _WITHOUT_HEARTBEATS.search(message)
+    return int(found[1]) if found else None
+
+
+def _told_silence(worker: int) -> str:
+    return f"worker {worker} sent no more heartbeats. It is frozen, cut off from the network, or was killed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +240,9 @@ def _failure(
         report = _report_from_log(output)
     message, stack = report.get("message"), report.get("stack")
     reported: dict[str, Any] = {name: report.get(name) for name in _FROM_REPORT}
+    silent = without_heartbeats(message or "")
+    if reported["suspect"] is None:
+        reported["suspect"] = silent
     failure = Failure(
         attempt=attempt,
         worker=ended.index,
@@ -239,7 +252,7 @@ def _failure(
         exit_code=returncode if returncode >= 0 else 128 - returncode,
         signal=signal_name(-returncode) if returncode < 0 else None,
         log=str(path),
-        reason=telling_line(message) if message else None,
+        reason=(_told_silence(silent) if silent is not None else telling_line(message)) if message else None,
         line=user_line(stack) if stack else None,
         output="\n".join(last_lines(output)),
         has_backups=report.get("step") is not None,

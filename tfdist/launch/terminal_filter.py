@@ -40,6 +40,8 @@ _PATTERNS_AT_START = (
     r"To enable the following instructions: .*rebuild TensorFlow",
     # The list of tasks after a message of coordination_service.cc
     r"/job:\w+/replica:\d+/task:\d+$",
+    # The line after this list, if tasks have sent no heartbeats
+    r"The tasks have crashed\. Check the task logs for an earlier error, or scheduler events ",
     # The second line of an aborted collective
     r"The error could be from a previous operation\. Restart your program to reset\."
     r"(?: \[type\.googleapis\.com/.*)?$",
