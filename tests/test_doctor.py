@@ -120,6 +120,12 @@ def test_one_worker_without_a_cluster_is_checked_alone():
     assert "TF_CONFIG is not set" in task.err
 
 
+def test_json_without_a_file_is_all_of_standard_output():
+    task = Task([*COMMAND, "--workers", "2", "--json"]).end()
+    assert task.code == 0, task.out + task.err
+    assert json.loads(task.out)["failures"] == 0
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

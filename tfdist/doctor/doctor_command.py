@@ -24,6 +24,7 @@ from tfdist.symlink_safe_file import write_whole
 
 _SECONDS, _LOCAL_SECONDS = 15.0, 60.0  # All tasks of one machine come, though late if it is busy.
 _GRACE_SECONDS = 2.0
+_STDOUT = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit of the whole check, in seconds. Tasks wait for each other in all but the last 9 of them, and "
         f"measure then (default: {_SECONDS:g}, and {_LOCAL_SECONDS:g} with --workers)",
     )
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="file to which the chief writes the results")
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        nargs="?",
+        const=pathlib.Path(_STDOUT),
+        metavar="FILE",
+        help="file to which the chief writes the results; without FILE, to standard output in place of the table",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +124,8 @@ def run_task(spec: ClusterSpec, args: argparse.Namespace, clock: Callable[[], fl
 def _report(checks: list[Check], job: JobFacts, args: argparse.Namespace, start: float) -> int:
     seconds = time.monotonic() - start
     failures = count(checks, FAILURE)
-    print_table(checks, summary_of(checks, len(job.addresses), seconds))
+    if _shows_table(args) or not job.is_joint:
+        print_table(checks, summary_of(checks, len(job.addresses), seconds))
     if job.is_joint:
         _write(args, json.dumps(to_json(checks, job, seconds), indent=2))
     return 1 if failures else 0
@@ -124,13 +133,20 @@ def _report(checks: list[Check], job: JobFacts, args: argparse.Namespace, start:
 
 def _report_alone(check: Check, args: argparse.Namespace) -> int:
     """Reports a problem without which no other check is possible."""
-    print_table([check], summary_of([check], 1, 0.0))
+    if _shows_table(args):
+        print_table([check], summary_of([check], 1, 0.0))
     _write(args, json.dumps(to_json([check], None, 0.0), indent=2))
     return 1
 
 
+def _shows_table(args: argparse.Namespace) -> bool:
+    return args.json != pathlib.Path(_STDOUT)
+
+
 def _write(args: argparse.Namespace, text: str) -> None:
-    if args.json:
+    if not _shows_table(args):
+        print(text, flush=True)
+    elif args.json:
         try:
             write_whole(args.json, text + "\n")
         except OSError as error:
@@ -164,7 +180,8 @@ def _run_here(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "tfdist.launch.cli", "doctor", "--timeout", str(timeout)]
     for option in ("script", "backup_dir", "log_dir", "json"):
         if (value := getattr(args, option)) is not None:
-            path = value if is_url(str(value)) else os.path.abspath(value)
+            is_path = not is_url(str(value)) and str(value) != _STDOUT
+            path = os.path.abspath(value) if is_path else str(value)
             command += [f"--{option.replace('_', '-')}", path]
     ports = hold_ports(args.workers)
     env = {**ports.env, **({} if secret_is_given() else {SECRET: new_secret()})}
