@@ -17,10 +17,13 @@ from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.sharding.muon_update import MuonInParts, is_muon
 from tfdist.strategies.sharding.part_tensors import Division
-from tfdist.strategies.sharding.sharded_update import ShardedUpdate, assign_averages, update_averages, updates_parts
+from tfdist.strategies.sharding.sharded_update import ShardedUpdate, updates_parts
 from tfdist.strategies.sharding.sharded_weight import is_sharded_weight
 from tfdist.strategies.sharding.table_update import at_owners, table_of
+from tfdist.strategies.sharding.weight_averages import are_sharded, assign_averages, update_averages
+from tfdist.strategies.sharding.whole_states import whole_states
 from tfdist.strategies.step import current_step, replicas
 
 
@@ -122,6 +125,8 @@ def _is_of_user(value: Any) -> bool:
 def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return _GlobalLossScale
+    if is_muon(optimizer):
+        return _ExchangeOfMuon
     return _ExchangeEach if hasattr(optimizer, "_inner_optimizers") else _Exchange
 
 
@@ -217,7 +222,8 @@ class _Exchange:
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
         update = _sharded_update()
         if update is None:
-            super()._backend_update_step(grads, trainable_variables, learning_rate)
+            with whole_states(self):
+                super()._backend_update_step(grads, trainable_variables, learning_rate)
             return
         places, parts = update.in_parts(trainable_variables)
         super()._backend_update_step([grads[i] for i in places], parts, learning_rate)
@@ -226,14 +232,14 @@ class _Exchange:
 
     def _update_model_variables_moving_average(self, trainable_variables):
         step = current_step()
-        if step is None or not self.use_ema or not updates_parts(self, trainable_variables):
+        if step is None or not self.use_ema or not are_sharded(self._model_variables_moving_average):
             super()._update_model_variables_moving_average(trainable_variables)
         else:
             update_averages(self, self._model_variables_moving_average, trainable_variables, step)
 
     def _overwrite_model_variables_with_average_value(self, trainable_variables):
         step = current_step()
-        if step is None or not updates_parts(self, trainable_variables):
+        if step is None or not are_sharded(self._model_variables_moving_average):
             super()._overwrite_model_variables_with_average_value(trainable_variables)
         else:
             assign_averages(self._model_variables_moving_average, trainable_variables, step)
@@ -249,6 +255,10 @@ class _Exchange:
         # SGD scatters rows of sparse gradients into the weights in parallel and in no fixed order, so replicas would
         # drift apart by rounding. SGD is linear, so rows of equal index may be summed first.
         return [(sum_duplicates(grad), variable) for grad, variable in grads_and_vars]
+
+
+class _ExchangeOfMuon(MuonInParts, _Exchange):
+    """Mixin for views of `Muon`."""
 
 
 class _ExchangeEach:

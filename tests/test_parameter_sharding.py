@@ -10,7 +10,7 @@ from tfdist.errors import WorkerError
 
 # Each needs another way of reading a weight, or of updating it.
 MODELS = ["mlp", "conv", "attention", "recurrent", "embedding", "mixed", "own_step", "run_eagerly", "several_steps"]
-OPTIMIZERS = ["sgd", "clipvalue", "average", "average_at_end", "loss_scale"]
+OPTIMIZERS = ["sgd", "clipvalue", "average", "average_at_end", "loss_scale", "muon"]
 # Gradients are summed over replicas before they are accumulated, and norms are summed in another order.
 ROUNDED = ["accumulation", "rmsprop", "clipnorm", "global_clipnorm"]
 
@@ -40,7 +40,7 @@ def test_weights_that_are_read_several_times_give_the_same_results(name, pools):
     assert_close(divided, whole, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(("placement", "optimizer"), placements(OPTIMIZERS, ["average", "loss_scale"]))
+@pytest.mark.parametrize(("placement", "optimizer"), placements(OPTIMIZERS, ["average", "loss_scale", "muon"]))
 def test_optimizers_give_the_same_bits(placement, optimizer, pools):
     whole = pools(placement).run(checks.trained_with, placement, optimizer, None)
     divided = pools(placement).run(checks.trained_with, placement, optimizer, "parameters")

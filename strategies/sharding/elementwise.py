@@ -1,8 +1,10 @@
-"""Which optimizers update each element of a weight by itself, so that they can update any part of it."""
+"""Which optimizers update each element of a weight by itself, so that each replica can keep any part of its state."""
 
 from typing import Any
 
 import keras
+
+from tfdist.strategies.sharding.muon_update import is_muon
 
 _NAMES = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
@@ -20,3 +22,13 @@ def is_elementwise(optimizer: Any) -> bool:
     """
     kind = type(optimizer)
     return bool(getattr(kind, "updates_elementwise", kind.update_step in _UPDATES))
+
+
+def keeps_parts(optimizer: Any) -> bool:
+    """Whether a replica needs only its part of the optimizer's state for each weight."""
+    return is_elementwise(optimizer) or is_muon(optimizer)
+
+
+def is_factored(optimizer: Any) -> bool:
+    """Whether an optimizer is `Adafactor`, whose state follows from means of rows and of columns of whole gradients."""
+    return type(optimizer).update_step is keras.optimizers.Adafactor.update_step

@@ -8,14 +8,26 @@ import tensorflow as tf
 
 from tfdist._compat import tf_internals
 from tfdist.strategies.sharding.part_tensors import Division, own_part_of
+from tfdist.strategies.step import current_step
 
 _VALUE_IN_CHECKPOINTS = "VARIABLE_VALUE"  # The name of a variable's value in files of `tf.train.Checkpoint`.
-_ACCUMULATOR = "gradient_accumulator"  # Keras' name for them.
+ACCUMULATOR, AVERAGE = "gradient_accumulator", "average"  # The ends of Keras' names for them.
+
+
+def _whole_states() -> Any:
+    """Returns the `WholeStates` that take the place of parts in the update that runs now; `None` if there are none."""
+    step = current_step()
+    return None if step is None else step.whole_states
 
 
 def is_accumulator(variable: Any) -> bool:
     """Whether a variable of an optimizer holds gradients that no replica has exchanged yet, so each has others."""
-    return _ACCUMULATOR in str(variable.name)
+    return ACCUMULATOR in str(variable.name)
+
+
+def is_average(variable: Any) -> bool:
+    """Whether a variable of an optimizer holds the moving average of a weight."""
+    return str(variable.name).split(":")[0].endswith(f"_{AVERAGE}")
 
 
 def options_of_parts(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +44,7 @@ class ShardedState(tf_internals.MirroredVariable):
     replicas, which needs all workers, and an assignment gives each replica its part of the value.
 
     Attributes:
-      weight: The variable of the model for which the optimizer keeps the state.
+      weight: The variable of the model for which the optimizer keeps the state; `None` if Keras does not say.
       partition: How the state is divided.
     """
 
@@ -40,19 +52,23 @@ class ShardedState(tf_internals.MirroredVariable):
     partition: Division
 
     @classmethod
-    def make(cls, values: Sequence[tf.Variable], weight: Any, partition: Division, aggregation: Any) -> "ShardedState":
+    def make(cls, strategy: Any, values: Sequence[tf.Variable], weight: Any, partition: Division) -> "ShardedState":
         """Makes the state for `weight` of the parts `values` of this worker's replicas."""
-        state = cls(weight.distribute_strategy, values, aggregation)
+        state = cls(strategy, values, tf.VariableAggregation.NONE)
         state.weight, state.partition = weight, partition
         return state
 
     def _get(self):
         # Outside of any strategy's scope TensorFlow has a replica context too.
         if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
-            return super()._get()
+            wholes = _whole_states()
+            return super()._get() if wholes is None else wholes.of(self).read_value()
         return self.distribute_strategy.extended.gathered(self)
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        wholes = _whole_states()
+        if wholes is not None:
+            return update_fn(wholes.of(self), value, **kwargs)
         own, whole = self._get_on_device_or_primary(), self.partition.shape
         if own.shape != whole and getattr(value, "shape", None) == whole:  # As Keras resets accumulators to zeros.
             replica = tf_internals.get_current_replica_id_as_int()

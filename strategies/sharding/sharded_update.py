@@ -4,25 +4,25 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist._compat import keras_internals
-from tfdist.strategies.sharding.elementwise import is_elementwise
+from tfdist.strategies.sharding.elementwise import keeps_parts
+from tfdist.strategies.sharding.muon_update import orthogonalizes
 from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.part_clipping import clipped
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight, is_sharded_weight
 from tfdist.strategies.sharding.table_update import table_of
-from tfdist.strategies.sharding.weight_part import WeightPart, tensorflow_variable
+from tfdist.strategies.sharding.weight_part import MatrixPart, WeightPart, tensorflow_variable
 
 
 def partitions_of(optimizer: Any, variables: Sequence[Any]) -> list[Division | None]:
     """Returns how an optimizer's state for each of these variables is divided; `None` if it is not."""
     states = [each.value for each in optimizer.variables if isinstance(each.value, ShardedState)]
-    is_known = is_elementwise(optimizer)
-    known = {id(e.weight): e.partition for e in states if is_known or isinstance(e.partition, Ownership)}
+    divides = keeps_parts(optimizer)
+    known = {id(e.weight): e.partition for e in states if divides or isinstance(e.partition, Ownership)}
     weights = [tensorflow_variable(each) for each in variables]
     known |= {id(weight): weight.partition for weight in weights if isinstance(weight, ShardedWeight)}
     return [None if table_of(weight) else known.get(id(weight)) for weight in weights]
@@ -44,19 +44,23 @@ class ShardedUpdate:
     Attributes:
       partitions: How each variable is divided; `None` if it is not.
       assigned: Optimizer state that every replica has, and that the update has assigned.
+      updated: The `WeightPart` that the optimizer updates now, if it tells.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], step: Any):
         self._optimizer, self._step = optimizer, step
         self.assigned: list[Any] = []
+        self.updated: Any = None
+        self._gathered: MatrixPart | None = None
         self.partitions = partitions_of(optimizer, variables)
         check_updates_parts(optimizer, variables)
         self._shard = shard = tf.distribute.get_strategy().extended.parts.shard_of(step.replica)
-        self._parts = {
-            id(tensorflow_variable(variable)): WeightPart(variable, partition, shard)
+        parts = [
+            _part(optimizer, variable, partition, shard)
             for variable, partition in zip(variables, self.partitions, strict=True)
             if partition is not None
-        }
+        ]
+        self._parts = {id(part.whole): part for part in parts}
         tables = [table for table in map(table_of, variables) if table is not None]
         self._tables = {id(table): table.values[step.replica] for table in tables}
         self._divided = [
@@ -79,6 +83,14 @@ class ShardedUpdate:
         places = [i for i, part in enumerate(parts) if not (isinstance(part, WeightPart) and part.is_empty)]
         return places, [parts[i] for i in places]
 
+    def gather(self, part: tf.Tensor) -> tf.Tensor:
+        """Gathers a tensor that is divided as the weight `updated`, such as its momentum; returns the whole tensor."""
+        before, self._gathered = self._gathered, self.updated if isinstance(self.updated, MatrixPart) else None
+        # If weights are divided, all whole updates may be too large to exist at once, so each waits for the one before.
+        with tf.control_dependencies([before.read_value()] if before is not None else []):
+            part = tf.identity(part)
+        return gathered([part], [self.updated.partition], self._step)[0]
+
     def store(self) -> None:
         """Gathers the parts of all replicas and assigns them to the variables.
 
@@ -87,11 +99,15 @@ class ShardedUpdate:
         Raises:
           ValueError: If an update of whole weights has assigned state of which the weight is not known.
         """
-        parts = [part for part in self._parts.values() if not is_sharded_weight(part.whole)]
+        parts = []
         for part in self._parts.values():
             if is_sharded_weight(part.whole):
                 part.whole.note_assigned()
                 part.whole.own_part.assign(part.read_value(), read_value=False)
+            elif part.is_whole:
+                part.whole.assign(part.read_value())
+            else:
+                parts.append(part)
         beside = self._states_beside(parts)
         if any(isinstance(part.partition, Ownership) for part in parts):
             self._check_assigned([state for state, _ in beside])
@@ -123,10 +139,17 @@ class ShardedUpdate:
         return found
 
 
+def _part(optimizer: Any, variable: Any, partition: Division, shard: int) -> WeightPart:
+    is_whole = orthogonalizes(optimizer, variable)
+    if is_whole and is_sharded_weight(variable):
+        return MatrixPart(variable, partition, shard)
+    return WeightPart(variable, partition, shard, is_whole=is_whole)
+
+
 def check_updates_parts(optimizer: Any, variables: Sequence[Any]) -> None:
     """Refuses an optimizer that needs whole weights, if any of these variables is divided."""
     weight = next((each for each in variables if is_sharded_weight(each)), None)
-    if weight is not None and not is_elementwise(optimizer):
+    if weight is not None and not keeps_parts(optimizer):
         raise ValueError(
             f"With model_sharding='parameters' each replica has a part of {tensorflow_variable(weight).name!r}, but "
             f"optimizer {optimizer.name!r} updates whole weights. Use an optimizer that updates each element by "
@@ -138,41 +161,3 @@ def check_updates_parts(optimizer: Any, variables: Sequence[Any]) -> None:
 def gathered(parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Any) -> list[tf.Tensor]:
     """Gathers tensors of which each replica has its part: part shapes -> shapes of the partitions."""
     return tf.distribute.get_strategy().extended.reducer.gather_parts(parts, partitions, step) if parts else []
-
-
-def update_averages(optimizer: Any, averages: Sequence[Any], variables: Sequence[Any], step: Any) -> None:
-    """Updates the moving averages of weights, each replica its parts, as Keras' optimizers do."""
-    shard = tf.distribute.get_strategy().extended.parts.shard_of(step.replica)
-    ops = keras.ops
-    for variable, average in zip(variables, averages, strict=True):
-        if average is None:
-            continue
-        state, weight = average.value, tensorflow_variable(variable)
-        if isinstance(weight, ShardedWeight):
-            weight = weight.own_part
-        elif table_of(variable):
-            weight = weight.values[step.replica]
-        elif isinstance(state, ShardedState):
-            weight = part_of(state.partition, weight, shard)
-        momentum = ops.multiply(ops.cast(ops.not_equal(optimizer.iterations, 0), weight.dtype), optimizer.ema_momentum)
-        state.assign(
-            ops.add(ops.multiply(momentum, state), ops.multiply(ops.subtract(1, momentum), weight)), read_value=False
-        )
-
-
-def assign_averages(averages: Sequence[Any], variables: Sequence[Any], step: Any) -> None:
-    """Assigns the moving averages of weights to the weights; gathers those that are sharded."""
-    pairs = [(each.value, weight) for each, weight in zip(averages, variables, strict=True) if each is not None]
-    for state, weight in pairs:
-        if is_sharded_weight(weight):
-            tensorflow_variable(weight).note_assigned()
-            tensorflow_variable(weight).own_part.assign(state)
-    pairs = [(state, weight) for state, weight in pairs if not is_sharded_weight(weight)]
-    for state, table in ((state, table_of(weight)) for state, weight in pairs):
-        if table is not None:
-            table.values[step.replica].assign(state)
-    pairs = [(state, weight) for state, weight in pairs if table_of(weight) is None]
-    sharded = [state for state, _ in pairs if isinstance(state, ShardedState)]
-    wholes = iter(gathered([tf.convert_to_tensor(each) for each in sharded], [e.partition for e in sharded], step))
-    for state, weight in pairs:
-        tensorflow_variable(weight).assign(next(wholes) if isinstance(state, ShardedState) else state)

@@ -10,11 +10,11 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist._compat import keras_internals, keras_stack
-from tfdist.strategies.sharding.elementwise import is_elementwise
+from tfdist.strategies.sharding.elementwise import is_factored, keeps_parts
 from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_tensors import Division, own_part_of
 from tfdist.strategies.sharding.partition import Partition
-from tfdist.strategies.sharding.sharded_state import ShardedState, options_of_parts
+from tfdist.strategies.sharding.sharded_state import ACCUMULATOR, AVERAGE, ShardedState, options_of_parts
 from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_update import check_updates_parts
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
@@ -22,10 +22,9 @@ from tfdist.strategies.sharding.table_initializer import TableInitializer
 from tfdist.strategies.sharding.table_update import check_can_update_tables
 from tfdist.strategies.sharding.weight_creation import make_sharded_weight, partition_of_weight
 from tfdist.strategies.sharding.weight_part import tensorflow_variable
+from tfdist.strategies.step import current_step
 
 _MODES = (None, "optimizer", "parameters")
-# Keras' names for gradients that no replica has exchanged yet, so each replica has others, and for moving averages.
-_ACCUMULATOR, _AVERAGE = "gradient_accumulator", "average"
 # The weights with sharded state, by their `id`.
 _weights: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _warned: set[str] = set()
@@ -48,9 +47,10 @@ def make_in_parts(next_creator: Any, kwargs: Mapping[str, Any], extended: Any) -
     if variable is not None and isinstance(initializer, TableInitializer):
         return ShardedTable.make_table(next_creator, kwargs, tuple(variable.shape), initializer)
     if extended.model_sharding is not None or isinstance(weight, ShardedTable):
-        division = division_of_state(tf.distribute.get_strategy(), kwargs, extended.parts.shards)
+        strategy = tf.distribute.get_strategy()
+        division = division_of_state(strategy, kwargs, extended.parts.shards)
         if division is not None:
-            return make_sharded_state(next_creator, kwargs, division, extended.parts.shard_of)
+            return make_sharded_state(strategy, next_creator, kwargs, division, extended.parts.shard_of)
     if extended.model_sharding == "parameters":
         partition = partition_of_weight(kwargs, extended.parts.shards)
         if partition is not None:
@@ -65,6 +65,8 @@ def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> 
     creation name the weight. Values that an optimizer keeps for itself, such as counters, are placed with no weight.
     """
     weight, maker = kwargs.get("colocate_with"), next(iter(keras_internals.open_scopes()), None)
+    if weight is None:
+        return _division_of_means(maker, kwargs, shards)
     if not isinstance(weight, tf.Variable) or getattr(weight, "distribute_strategy", None) is not strategy:
         return None
     if isinstance(weight, ShardedTable) and isinstance(maker, keras.optimizers.Optimizer):
@@ -76,9 +78,9 @@ def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> 
     if isinstance(weight, ShardedWeight):
         check_updates_parts(maker, [weight])
         return weight.partition
-    if name.endswith(_ACCUMULATOR):
+    if name.endswith(ACCUMULATOR):
         return None
-    if is_elementwise(maker) or name.endswith(f"_{_AVERAGE}"):
+    if keeps_parts(maker) or is_factored(maker) or name.endswith(f"_{AVERAGE}"):
         return Partition.of(shape, shards)
     trained = [tensorflow_variable(each) for each in keras_internals.trained_variables(maker)]
     place = next((i for i, each in enumerate(trained) if each is weight), None)
@@ -88,14 +90,27 @@ def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> 
     return Ownership(shape, shards, owners([math.prod(each.shape) for each in trained], shards)[place])
 
 
+def _division_of_means(maker: Any, kwargs: Mapping[str, Any], shards: int) -> Division | None:
+    """Returns how to divide Adafactor's means of rows or columns, which Keras does not place with a weight."""
+    if not isinstance(maker, keras.optimizers.Optimizer) or not is_factored(maker):
+        return None
+    initial = kwargs["initial_value"]
+    value = tf.convert_to_tensor(initial() if callable(initial) else initial)
+    return Partition.of(value.shape, shards) if value.shape.rank and value.dtype.is_floating else None
+
+
 def make_sharded_state(
-    next_creator: Any, kwargs: Mapping[str, Any], partition: Division, shard_of: Callable[[int], int]
+    strategy: Any,
+    next_creator: Any,
+    kwargs: Mapping[str, Any],
+    partition: Division,
+    shard_of: Callable[[int], int],
 ) -> ShardedState:
     """Makes the state of an optimizer for one weight, a part on each replica of this worker.
 
     The whole initial value exists for a moment on each device, except for tables.
     """
-    weight, initial = kwargs["colocate_with"], kwargs["initial_value"]
+    weight, initial = kwargs.get("colocate_with"), kwargs["initial_value"]
     initializer = keras_stack.initializer_in_use()
     own = options_of_parts(kwargs)
 
@@ -110,15 +125,17 @@ def make_sharded_state(
         with tf.device(device):
             return next_creator(**{**own, "initial_value": initial_part, "name": name})
 
-    values = [make(*each) for each in enumerate(weight.distribute_strategy.extended.worker_devices)]
-    _weights[id(weight)] = weight
-    return ShardedState.make(values, weight, partition, tf.VariableAggregation.NONE)
+    values = [make(*each) for each in enumerate(strategy.extended.worker_devices)]
+    if weight is not None:
+        _weights[id(weight)] = weight
+    return ShardedState.make(strategy, values, weight, partition)
 
 
 def check_is_updated_in_parts(variable: Any) -> None:
     """Refuses that an optimizer without a view updates a whole weight whose state is sharded."""
     makers = [each for each in keras_internals.open_scopes()[:1] if isinstance(each, keras.optimizers.Optimizer)]
-    if tf.distribute.get_replica_context() is None or not makers:
+    step = current_step()
+    if tf.distribute.get_replica_context() is None or not makers or (step and step.whole_states):
         return
     weight = variable if isinstance(variable, ShardedWeight) else _weights.get(id(variable))
     if weight is not None and weight is variable:

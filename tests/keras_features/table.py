@@ -79,12 +79,12 @@ def start_anew(seed: int = 1) -> None:
     keras.utils.set_random_seed(seed)
 
 
-def run_row(name: str, placement: str, folder: str, compression: Any = None) -> dict[str, Any]:
-    """Runs one row in this process. Every worker of a placement calls it."""
+def run_row(name: str, placement: str, folder: str, compression: Any = None, **options: Any) -> dict[str, Any]:
+    """Runs one row in this process. Every worker of a placement calls it. `options` are those of the strategy."""
     start_anew()
     keras.mixed_precision.set_global_policy("float32")
     try:
-        return ROWS[name].run(Place(strategy_of(placement, compression), folder, placement))
+        return ROWS[name].run(Place(strategy_of(placement, compression, **options), folder, placement))
     finally:
         keras.mixed_precision.set_global_policy("float32")
 

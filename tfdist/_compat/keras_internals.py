@@ -48,6 +48,7 @@ __all__ = [
     "in_stateless_scope",
     "in_symbolic_scope",
     "is_made_in_scope",
+    "is_matrix_of_muon",
     "kept_losses",
     "layers_of",
     "made_value",
@@ -63,6 +64,7 @@ __all__ = [
     "table_variable",
     "trained_variables",
     "unmatched_compiled",
+    "updates_as_muon",
 ]
 
 
@@ -286,6 +288,24 @@ def states_of_weight(optimizer: Any, variable: Any) -> list[keras.Variable]:
     number = len(optimizer._trainable_variables)
     lists = [each for each in vars(optimizer).values() if isinstance(each, list) and len(each) == number]
     return list({id(e[place]): e[place] for e in lists if id(e[place]) in known}.values())
+
+
+def updates_as_muon(kind: type) -> bool:
+    """Whether a class of optimizers updates weights as Keras' `Muon`, which older versions lack.
+
+    Without it: the state of Muon is kept whole on one replica for each weight.
+    """
+    muon = getattr(keras.optimizers, "Muon", None)
+    names = ("update_step", "_muon_update_step", "_adamw_update_step", "_should_use_adamw")
+    return muon is not None and issubclass(kind, muon) and all(getattr(kind, n) is getattr(muon, n) for n in names)
+
+
+def is_matrix_of_muon(optimizer: Any, variable: Any) -> bool:
+    """Whether `Muon` orthogonalizes the momentum of a weight. It trains the others as Adam.
+
+    Without it: as for `updates_as_muon`.
+    """
+    return not optimizer._should_use_adamw(variable)
 
 
 def paths_in_optimizer(optimizer: Any, places: list[int]) -> list[str]:

@@ -31,6 +31,7 @@ _MODEL = _TRAINER + "TensorFlowTrainer|Trainer"
 _EPOCHS = "keras.src.trainers.epoch_iterator:EpochIterator"
 _LOSS = "keras.src.trainers.compile_utils:CompileLoss"
 _OPTIMIZER = "keras.src.backend.tensorflow.optimizer:TFOptimizer"
+_MUON = "?keras.src.optimizers.muon:Muon"
 _ADAPTERS = "keras.src.trainers.data_adapters."
 
 # By feature: where the names are. "|" separates names of which one suffices, since versions differ. In brackets is what
@@ -163,6 +164,7 @@ _NAMES_BY_FEATURE = {
         f"{_OPTIMIZER}._update_model_variables_moving_average",
         f"{_OPTIMIZER}._overwrite_model_variables_with_average_value",
         f"{_OPTIMIZER}._model_variables_moving_average",
+        *(f"{_MUON}.{name}" for name in ("_muon_update_step", "_adamw_update_step", "_should_use_adamw")),
         "?keras.src.optimizers.multi_optimizer:MultiOptimizer._inner_optimizers",
         "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._stateful_handle_finite_grads(self)",
     ),
