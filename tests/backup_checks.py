@@ -173,7 +173,8 @@ def build(
                 layers.Dense(4),
             ]
         )
-        made = {"adam": keras.optimizers.Adam, "sgd": keras.optimizers.SGD}[optimizer]
+        kinds = {kind.__name__.lower(): kind for kind in vars(keras.optimizers).values() if isinstance(kind, type)}
+        made = kinds[optimizer]
         optimizer = made(0.01, gradient_accumulation_steps=accumulate, use_ema=averages)
         if scaled:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=5)

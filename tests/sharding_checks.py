@@ -99,6 +99,22 @@ def round_trip(placement, folder, saved_with, loaded_with):
     return results(loaded, train(loaded)), results(model, train(model))
 
 
+def saved(placement, path, sharding, optimizer="adam"):
+    """Trains and saves a model; workers but the chief write to a path of their own. Returns its weights and state."""
+    model = build(optimizer, strategy(placement, model_sharding=sharding) or tf.distribute.get_strategy())
+    train(model)
+    model.save(path if tfdist.cluster.is_chief() else f"{path}-{own_index()}.keras")
+    return model.get_weights(), [variable.numpy() for variable in model.optimizer.variables]
+
+
+def loaded(placement, path, sharding):
+    """Loads a model and trains on. Returns the weights and state that were loaded, and the losses afterwards."""
+    with (strategy(placement, model_sharding=sharding) or tf.distribute.get_strategy()).scope():
+        model = keras.models.load_model(path)
+    state = [variable.numpy() for variable in model.optimizer.variables]
+    return model.get_weights(), state, train(model)
+
+
 def saved_by_callback(placement, folder, whole):
     """Trains with a `ModelCheckpoint`. Returns the results, and those of the loaded file on the chief."""
     place = strategy(placement, model_sharding="optimizer")
@@ -133,6 +149,30 @@ def memory_of(optimizer, sharding):
         model.optimizer.build(model.trainable_variables)
     report = place.memory_report()
     return report.weights, report.optimizer_state, report.accumulated_gradients
+
+
+def large(kind):
+    """Returns a model with layers of usual widths."""
+    if kind == "mlp":
+        return keras.Sequential([layers.Input((784,)), layers.Dense(512), layers.Dense(512), layers.Dense(10)])
+    if kind == "cnn":
+        convolutions = [layers.Conv2D(64, 3), layers.BatchNormalization(), layers.Conv2D(128, 3), layers.Flatten()]
+        return keras.Sequential([layers.Input((8, 8, 3)), *convolutions, layers.Dense(100)])
+    x = inputs = layers.Input((16,), dtype="int32")
+    x = layers.Embedding(2000, 128)(x)
+    x = x + layers.MultiHeadAttention(4, 32)(x, x)
+    x = x + layers.Dense(128)(layers.Dense(512)(layers.LayerNormalization()(x)))
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+def bytes_of_state(placement, optimizer, kind):
+    """Returns the bytes of optimizer state on the fullest replica, and what they would be without sharding."""
+    place = strategy(placement, model_sharding="optimizer")
+    with place.scope():
+        model, made = large(kind), OPTIMIZERS[optimizer]()
+        made.build(model.trainable_variables)
+    parts = [[each.numpy().nbytes for each in variable.value.values] for variable in made.variables]
+    return max(map(sum, zip(*parts, strict=True))), sum(variable.numpy().nbytes for variable in made.variables)
 
 
 def read_outside():

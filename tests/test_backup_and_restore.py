@@ -112,6 +112,7 @@ REPLICATED = {
     "steps_per_execution that leaves a rest": {"breaks": [10, 16], "save_freq": 4, "model": {"steps": 4}},
     "balanced": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
     "sharded": {"breaks": [9], "save_freq": 4, "sharding": "optimizer", "model": {"accumulate": 2, "averages": True}},
+    "sharded, residuals": {"breaks": [3, 8], "save_freq": 3, "sharding": "optimizer", "compressed": "int8"},
     "balanced, evaluates": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "evaluates": True},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
     "balanced, shorter epochs": {"breaks": [5], "save_freq": 2, "data_kind": "balanced, shorter epochs"},
@@ -143,6 +144,22 @@ KILLED = {
     "two workers, both": (
         *("2x1", 2, 1, [[0, 9], [1, 15]]),
         {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"},
+    ),
+    "two devices, sharded": (
+        *("1x2", 1, 2, [[0, 13]]),
+        {"save_freq": 4, "data_kind": "balanced", "sharding": "optimizer", "model": {"optimizer": "muon"}},
+    ),
+    "two workers, sharded": (
+        *("2x1", 2, 1, [[0, 9], [1, 15]]),
+        {"save_freq": 4, "data_kind": "balanced", "sharding": "optimizer", "model": {"averages": True}},
+    ),
+    "two workers, sharded and encoded": (
+        *("2x1", 2, 1, [[1, 7]]),
+        {"save_freq": 4, "sharding": "optimizer", "compressed": "int8", "model": {"accumulate": 2}},
+    ),
+    "two workers of two devices, sharded": (
+        *("2x2", 2, 2, [[1, 9]]),
+        {"save_freq": 4, "data_kind": "balanced", "sharding": "optimizer", "model": {"optimizer": "adafactor"}},
     ),
 }
 

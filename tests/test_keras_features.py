@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_features import ROWS, run_row
+from tfdist.errors import WorkerError
 
 
 def test_every_optimizer_of_keras_has_a_row():
@@ -82,10 +83,18 @@ ROUNDED = (
 )
 
 
+# Rows that call `apply` of an optimizer of which tfdist makes no view: in a loop, hidden in a function or an optimizer.
+REFUSED = ("batches_of_many_parts", "custom_loop", "optimizer_that_delegates")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
 def test_sharded_optimizer_state_changes_no_result(name, placement, results):
+    if name in REFUSED:
+        with pytest.raises(WorkerError, match=r"Call `apply` on `strategy.distributed_optimizer\(optimizer\)`"):
+            results(name, placement, model_sharding="optimizer")
+        return
     assert_equals_one_device(name, placement, results, model_sharding="optimizer")
     if placement == "1x2":
         sharded, whole = results(name, placement, model_sharding="optimizer")[0], results(name, placement)[0]

@@ -1,5 +1,7 @@
 """Training with sharded optimizer state equals training without, in the memory of its share."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,38 @@ def test_each_replica_keeps_its_share(pools):
 def test_files_do_not_depend_on_sharding(placement, saved_with, loaded_with, pools, tmp_path):
     for result, expected in pools(placement).run(checks.round_trip, placement, str(tmp_path), saved_with, loaded_with):
         assert_close(result, expected, tolerance=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "adafactor"])
+@pytest.mark.parametrize("few", ["single", "2x1", "3x1"])
+@pytest.mark.parametrize("many", ["1x4", "4x1"])
+def test_files_of_four_replicas_load_on_fewer_and_back(many, few, optimizer, pools, tmp_path):
+    sharded, whole = str(tmp_path / "sharded.keras"), str(tmp_path / "whole.keras")
+    by_four = pools(many).run(checks.saved, many, sharded, "optimizer", optimizer)[0]
+    by_few = pools(few).run(checks.saved, few, whole, None, optimizer)[0]
+    for path, saved, place, mode in [(sharded, by_four, few, None), (whole, by_few, many, "optimizer")]:
+        for weights, state, losses in pools(place).run(checks.loaded, place, path, mode):
+            for own, other in zip([*weights, *state], [*saved[0], *saved[1]], strict=True):
+                np.testing.assert_array_equal(own, other)
+            assert np.all(np.isfinite(losses))
+
+
+# Parts are equal but for padding. The models are large enough that it is small, as in models that need sharding.
+@pytest.mark.parametrize(
+    ("optimizer", "model"),
+    [
+        pytest.param(
+            *case, marks=() if case in (("adafactor", "cnn"), ("muon", "transformer")) else pytest.mark.exhaustive
+        )
+        for case in itertools.product(
+            ["adam", "adamw", "sgd", "adafactor", "muon", "lion"], ["mlp", "cnn", "transformer"]
+        )
+    ],
+)
+def test_four_replicas_keep_a_quarter_of_the_state_each(optimizer, model, pools):
+    sharded, whole = pools("1x4").run(checks.bytes_of_state, "1x4", optimizer, model)[0]
+    assert sharded <= 1.03 * whole / 4
 
 
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.exhaustive)])

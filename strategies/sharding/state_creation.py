@@ -138,7 +138,11 @@ def check_is_updated_in_parts(variable: Any) -> None:
     if tf.distribute.get_replica_context() is None or not makers or (step and step.whole_states):
         return
     weight = variable if isinstance(variable, ShardedWeight) else _weights.get(id(variable))
-    if weight is not None and weight is variable:
+    if weight is None or weight is not variable:
+        return
+    states = [each.value for each in makers[0].variables if isinstance(each.value, ShardedState)]
+    # Another optimizer may have its state for the same weight.
+    if isinstance(weight, ShardedWeight) or any(state.weight is weight for state in states):
         raise ValueError(
             f"With model_sharding each replica updates its part of {weight.name!r}, but `apply` of "
             f"{makers[0].name!r} updates all of it. Call `apply` on `strategy.distributed_optimizer(optimizer)` "
