@@ -16,7 +16,7 @@ from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
 from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, needs_of
 from tfdist.strategies.memory_table import memory_table
-from tfdist.strategies.sharding.elementwise import is_elementwise
+from tfdist.strategies.sharding.elementwise import is_factored, keeps_parts
 from tfdist.strategies.sharding.sharded_state import is_accumulator
 
 _MIN_RESIDUAL_WORKERS = 3  # From this number of replicas on, error feedback keeps a part for the second encoding.
@@ -125,20 +125,21 @@ def _shapes_of(model: Any, policy: Any, replicas: int) -> ModelShapes:
 
 def _weight(variable: Any, optimizers: list[Any], residual_bytes: int, known: set[int]) -> TrainedWeight:
     """Describes a weight with its state in all optimizers, and adds the ids of the state to `known`."""
-    value, states, accumulators, elementwise = _shape(variable), [], [], True
+    value, states, accumulators, elementwise, needs_whole = _shape(variable), [], [], True, False
     for optimizer in optimizers:
         for state in keras_internals.states_of_weight(optimizer, variable):
             if id(state) in known:
                 continue
             if is_accumulator(state):
                 accumulators.append(_shape(state))
-            elif tuple(state.shape) == value.shape:
+            elif tuple(state.shape) == value.shape or (is_factored(optimizer) and len(state.shape)):
                 states.append(_shape(state))
-                elementwise &= is_elementwise(optimizer)
+                elementwise &= keeps_parts(optimizer) or is_factored(optimizer)
+                needs_whole |= not keeps_parts(optimizer)
             else:
                 continue
             known.add(id(state))
-    return TrainedWeight(value, tuple(states), elementwise, tuple(accumulators), residual_bytes)
+    return TrainedWeight(value, tuple(states), elementwise, needs_whole, tuple(accumulators), residual_bytes)
 
 
 def _embedding_tables(model: keras.Model) -> list[Any]:

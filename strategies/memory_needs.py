@@ -30,7 +30,8 @@ class TrainedWeight:
     Attributes:
       value: The weight.
       states: The optimizer's state with the shape of the weight, such as Adam's two momenta.
-      is_elementwise: Whether the optimizer updates each element by itself, and so any part of the weight.
+      is_elementwise: Whether each replica can keep any part of the state.
+      needs_whole: Whether the optimizer updates whole weights only, so that the weight cannot be divided.
       accumulators: Gradients that `gradient_accumulation_steps` adds up.
       residual_bytes: Bytes that compression keeps for the weight between steps.
     """
@@ -38,6 +39,7 @@ class TrainedWeight:
     value: TensorShape
     states: tuple[TensorShape, ...] = ()
     is_elementwise: bool = True
+    needs_whole: bool = False
     accumulators: tuple[TensorShape, ...] = ()
     residual_bytes: int = 0
 
@@ -99,7 +101,7 @@ def needs_of(model: ModelShapes, replicas: int) -> dict[str | None, MemoryNeed]:
         exchange=_part_bytes((each.value for each in model.weights), replicas),
     )
     needs: dict[str | None, MemoryNeed] = {None: whole, "optimizer": sharded}
-    if all(each.is_elementwise and not each.residual_bytes for each in model.weights):
+    if not any(each.needs_whole or not each.is_elementwise or each.residual_bytes for each in model.weights):
         needs["parameters"] = _with_parts_of_weights(model, sharded, replicas)
     return needs
 

@@ -62,9 +62,10 @@ def test_large_weights_are_divided_and_small_ones_are_not():
 @pytest.mark.unit
 def test_weights_are_not_divided_where_training_refuses_it():
     owned = ModelShapes((weight(100, 100, is_elementwise=False),))
+    whole = ModelShapes((weight(100, 100, needs_whole=True),))
     compressed = ModelShapes((weight(100, 100, residual_bytes=40000),))
 
-    assert "parameters" not in needs_of(owned, 2) and "parameters" not in needs_of(compressed, 2)
+    assert not any("parameters" in needs_of(each, 2) for each in (owned, whole, compressed))
 
 
 @pytest.mark.unit
@@ -130,6 +131,7 @@ def test_wrong_arguments_are_refused(make, replicas):
 def test_the_estimate_equals_the_memory_of_a_job(optimizer, pools):
     estimate = tfdist.estimate_memory(lambda: checks.compiled(optimizer), replicas=2)
 
+    assert ("parameters" in estimate.needs) == (optimizer != "adafactor")
     for mode in (None, "optimizer"):
         weights, state, accumulated = pools("1x2").run(checks.memory_of, optimizer, mode)[0]
         need = estimate.needs[mode]

@@ -276,18 +276,21 @@ def trained_variables(optimizer: Any) -> list[Any]:
 
 
 def states_of_weight(optimizer: Any, variable: Any) -> list[keras.Variable]:
-    """Returns an optimizer's variables for one weight, which it keeps in lists in the order of its weights.
+    """Returns an optimizer's variables for one weight.
 
-    Without it: Adafactor's state is right on the replica that updates a weight only.
+    It keeps them in lists in the order of its weights; Muon of Keras 3.12 in dicts by the paths of weights.
+
+    Without it: the state of an optimizer is right on the replica that updates a weight only.
     """
     try:
         place = optimizer._get_variable_index(variable)
     except KeyError:
         return []
-    known = {id(each) for each in optimizer.variables}
-    number = len(optimizer._trainable_variables)
-    lists = [each for each in vars(optimizer).values() if isinstance(each, list) and len(each) == number]
-    return list({id(e[place]): e[place] for e in lists if id(e[place]) in known}.values())
+    known, trained = {id(each) for each in optimizer.variables}, optimizer._trainable_variables
+    attributes, path = list(vars(optimizer).values()), getattr(trained[place], "path", None)
+    found = [each[place] for each in attributes if isinstance(each, list) and len(each) == len(trained)]
+    found += [each[path] for each in attributes if isinstance(each, dict) and path in each]
+    return list({id(each): each for each in found if id(each) in known}.values())
 
 
 def updates_as_muon(kind: type) -> bool:
