@@ -99,10 +99,17 @@ class CompressionState(tf.Module):
         """The `EncodedReducer`s of all optimizers, deleted ones too, in the order in which they were made."""
         return self._known.made
 
-    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]) -> EncodedReducer:
+    def exchange_of(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        partitions: Sequence[Any] = (),
+    ) -> EncodedReducer:
         """Returns the `EncodedReducer` that sums these gradients of an optimizer, and makes it at the first call.
 
-        `variables` are the variables of the gradients; empty if they are not known.
+        `variables` are the variables of the gradients; empty if they are not known. `partitions` say how the sums are
+        divided among replicas; see `EncodedReducer`.
 
         Raises:
           ValueError: If collectives cannot sum gradients of this type, if the policy chooses a codec that cannot encode
@@ -116,17 +123,24 @@ class CompressionState(tf.Module):
             gc.collect()  # Free the names of deleted optimizers. Not under the lock, which `_forget` may need.
         with self._known.lock:
             if key not in self._known.exchanges:
-                self._known.exchanges[key] = self._make(gradients, key, optimizer, places)
+                self._known.exchanges[key] = self._make(gradients, key, optimizer, places, partitions)
                 weakref.finalize(anchor, _forget, weakref.ref(self), key).atexit = False
             self._known.exchanges[key].layout.check()
             return self._known.exchanges[key]
 
-    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any, places: list[int]) -> EncodedReducer:
+    def _make(
+        self,
+        gradients: Sequence[Gradient],
+        key: "_Key",
+        optimizer: Any,
+        places: list[int],
+        partitions: Sequence[Any],
+    ) -> EncodedReducer:
         _check_summed(gradients)
         paths = keras_internals.paths_in_optimizer(optimizer, places) or [""] * len(gradients)
         codecs = list(map(self._codec_of, gradients, paths, itertools.count()))
         seed = int(key[1][:6], 16)
-        made = EncodedReducer(gradients, codecs, self._collectives, seed, self._time_exchanges)
+        made = EncodedReducer(gradients, codecs, self._collectives, seed, self._time_exchanges, partitions)
         _warn_of_unfit(made.dense_codecs, optimizer)
         if not made.encodes:
             self._warn_of_none(gradients, codecs)

@@ -56,7 +56,7 @@ class GradientReducer:
           ValueError: If gradients have a type that collectives cannot sum, or a codec that cannot encode them.
         """
         self.check_compiled()
-        if any(request.partitions):
+        if any(request.partitions) and not self._encodes(request):
             return self._reduce_to_parts(request, step)
         values = _shaped(request.values, request.variables)
         encoded_reducer = self._encoded_reducer(request, values)
@@ -64,9 +64,14 @@ class GradientReducer:
         if encoded_reducer is not None:
             done = tf.convert_to_tensor(request.optimizer.iterations)
             if tf.executing_eagerly():
-                return merged(step, _exchange_eagerly, encoded_reducer, values, done)
-            exchange: Callable[..., Any] = functools.partial(encoded_reducer, step.replica, done=done)
-        elif tf.executing_eagerly() or not isinstance(self._collectives, Collectives):
+                totals = merged(step, _exchange_eagerly, encoded_reducer, values, done)
+            else:
+                totals = without_heads(
+                    _in_one_frame(step, functools.partial(encoded_reducer, step.replica, done=done), values)
+                )
+            return self._own_parts(request, totals, encoded_reducer.in_parts, step)
+        exchange: Callable[..., Any]
+        if tf.executing_eagerly() or not isinstance(self._collectives, Collectives):
             # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
             all_reduce = functools.partial(_all_reduce_eagerly, request.reduce_op, request.options)
             return without_heads(merged(step, all_reduce, values))
@@ -80,11 +85,11 @@ class GradientReducer:
     def _reduce_to_parts(self, request, step):
         """Sums values of which each replica gets its part, and values that all replicas get whole.
 
-        Dense gradients that travel as they are take half of an all-reduce. Others are summed as a whole first: encoded
-        ones, sparse ones, and those of eager steps.
+        Dense gradients take half of an all-reduce. Others are summed as a whole first: sparse ones and those of eager
+        steps.
         """
         values = _shaped(request.values, request.variables)
-        in_halves = not tf.executing_eagerly() and not self._encodes(request)
+        in_halves = not tf.executing_eagerly()
         divided = [
             i
             for i, (value, partition) in enumerate(zip(values, request.partitions, strict=True))
@@ -110,6 +115,16 @@ class GradientReducer:
             results = [dict(zip(divided, own, strict=True)).get(i, result) for i, result in enumerate(results)]
         return results
 
+    def _own_parts(self, request, totals, in_parts, step):
+        """Returns this replica's part of each divided sum, if it is not a part already, as those at `in_parts`."""
+        if not any(request.partitions):
+            return totals
+        shard = self._parts.shard_of(step.replica)
+        return [
+            total if i in in_parts else _own(total, partition, shard)
+            for i, (total, partition) in enumerate(zip(totals, request.partitions, strict=True))
+        ]
+
     def gather_parts(self, parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Step) -> list[tf.Tensor]:
         """Gathers tensors of which each replica has its part, given by `partitions`; returns the whole tensors."""
         self.check_compiled()
@@ -127,7 +142,7 @@ class GradientReducer:
         """Returns the reducer of encoded gradients, or `None` if the values are not encoded."""
         if not self._encodes(request):
             return None
-        return self.communication.exchange_of(request.optimizer, values, request.variables)
+        return self.communication.exchange_of(request.optimizer, values, request.variables, request.partitions)
 
     def check_compiled(self):
         """Refuses a step of several replicas that XLA compiles: it would become a program of a single device."""

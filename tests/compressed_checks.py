@@ -88,9 +88,9 @@ def policy(name):
     return codec_of
 
 
-def train(placement, codec, mode="plain", epochs=5):
+def train(placement, codec, mode="plain", epochs=5, **options):
     """Trains, for 50 steps by default. Returns weights, whether all replicas hold the same bits, and bytes sent."""
-    strategy = strategy_of(placement, policy(codec))
+    strategy = strategy_of(placement, policy(codec), **options)
     model = build(strategy, widths=WIDTHS if codec in MIXTURES else FEW, **MODES[mode])
     x, y = data()
     tf.config.run_functions_eagerly(mode == "functions_eagerly")
@@ -174,17 +174,19 @@ def residuals_of_a_later_phase(folder):
     return kept
 
 
-def exchanged(placement, codec, gradients, factors):
+def exchanged(placement, codec, gradients, factors, **options):
     """Exchanges `gradients`, a list per replica, by an optimizer. Returns the sums and the codec states of each step.
 
-    Each step multiplies the gradients by the next of `factors`. A factor of NaN means 1, and puts a NaN into one
-    element on the last replica.
+    The optimizer has a momentum, which a strategy can shard, but which adds nothing to float32 gradients. Each step
+    multiplies the gradients by the next of `factors`. A factor of NaN means 1, and puts a NaN into one element on the
+    last replica.
     """
-    strategy = strategy_of(placement, CODECS[codec])
+    strategy = strategy_of(placement, CODECS[codec], **options)
     with strategy.scope():
         variables = [tf.Variable(tf.zeros(g.shape)) for g in gradients[0]]
-        optimizer = keras.optimizers.SGD(1.0)
+        optimizer = keras.optimizers.SGD(1.0, momentum=1e-30)
         optimizer.build(variables)
+    view = strategy.distributed_optimizer(optimizer)
     everyone = [tf.stack(same) for same in zip(*gradients, strict=True)]
 
     @tf.function
@@ -197,14 +199,15 @@ def exchanged(placement, codec, gradients, factors):
             own = [whole[replica] * scale for whole in everyone]
             bad = tf.logical_and(replica == strategy.num_replicas_in_sync - 1, poisoned)
             own[0] = tf.where(bad, tf.tensor_scatter_nd_update(own[0], [[0] * own[0].shape.rank], [factor]), own[0])
-            optimizer.apply(own, variables)
+            view.apply(own, variables)
 
         strategy.run(on_replica)
 
     norms, moved = [], []
     for factor in factors:
-        for variable in variables:
-            variable.assign(tf.zeros(variable.shape))
+        with strategy.scope():
+            for variable in [*variables, *optimizer.variables[2:]]:
+                variable.assign(tf.zeros(variable.shape))
         step(tf.constant(factor, tf.float32))
         norms.append([state.numpy() for states in strategy.communication.exchanges[-1].states for state in states])
         moved.append([[-copy.numpy() for copy in variable.values] for variable in variables])

@@ -182,9 +182,9 @@ def lived(pools):
     """Returns a function: `lived(placement, codec, scale)` has sums and states in each step of `LIFE`. Runs once."""
 
     @functools.cache
-    def live(placement, codec, scale):
-        replicas = {"1x3": 3, "2x2": 4}[placement]
-        return pools(placement).run(checks.exchanged, placement, codec, gradients(replicas, np.float32(scale)), LIFE)
+    def live(placement, codec, scale, **options):
+        given = gradients({"1x3": 3, "2x2": 4}[placement], np.float32(scale))
+        return pools(placement).run(checks.exchanged, placement, codec, given, LIFE, **options)
 
     return live
 
@@ -244,6 +244,45 @@ def test_a_nan_on_one_replica_reaches_all_and_leaves_residuals_as_they_were(plac
         for before, after in zip(kept[NAN - 1], kept[NAN], strict=True):
             np.testing.assert_array_equal(before, after)
         assert all(np.all(np.isfinite(copy)) for copies in moved[NAN + 1] for copy in copies), "the next is poisoned"
+
+
+@pytest.mark.parametrize(
+    ("placement", "codec"),
+    [
+        pytest.param(*case, marks=() if case == ("1x3", "int8") else pytest.mark.exhaustive)
+        for case in [*(("1x3", name) for name in CODECS if name != "topk_momentum"), ("2x2", "int8"), ("2x2", "sign")]
+    ],
+)
+def test_encoded_parts_of_sums_delay_gradients_and_keep_residuals_from_a_nan(placement, codec, lived):
+    replicas = {"1x3": 3, "2x2": 4}[placement]
+    given = [step for step in range(STEPS) if step not in (*ZEROS, NAN)]
+    for moved, kept in lived(placement, codec, 1.0, model_sharding="optimizer"):
+        for before, after in zip(kept[NAN - 1], kept[NAN], strict=True):
+            np.testing.assert_array_equal(before, after)
+        assert all(np.all(np.isfinite(copy)) for copies in moved[NAN + 1] for copy in copies), "the next is poisoned"
+        for position, same in enumerate(zip(*gradients(replicas), strict=True)):
+            total = np.sum([moved[step][position][0] for step in given], axis=0, dtype=np.float64)
+            wanted = len(given) * np.sum(same, axis=0, dtype=np.float64)
+            assert np.linalg.norm(total - wanted) < 0.2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("placement", "mode"),
+    [
+        pytest.param(*case, marks=() if case == ("1x2", "plain") else pytest.mark.exhaustive)
+        for case in [
+            *(("1x2", mode) for mode in ("plain", "eager", "accumulation", "mixed_float16")),
+            *(("2x1", "steps_per_execution"), ("2x1", "plain"), ("2x2", "plain")),
+        ]
+    ],
+)
+def test_sharded_state_with_encoded_gradients_trains_as_without(placement, mode, pools):
+    whole = pools(placement).run(checks.train, placement, "int8", mode)
+    sharded = pools(placement).run(checks.train, placement, "int8", mode, model_sharding="optimizer")
+    assert len({result["digest"] for result in sharded}) == 1 and all(result["replicas_agree"] for result in sharded)
+    assert sharded[0]["sent_bytes"] < sharded[0]["raw_bytes"]
+    last = [result[0]["history"]["loss"][-1] for result in (whole, sharded)]
+    np.testing.assert_allclose(*last, rtol=0.05)
 
 
 @pytest.mark.parametrize("codec", by_default(CODECS))

@@ -7,10 +7,13 @@ import tensorflow as tf
 from test_codec_groups import OneDevicePerWorker
 from tfdist.strategies.collectives.in_memory_transport import run_ranks
 from tfdist.strategies.collectives.part_exchange import PartExchange
+from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import all_reduce_in_order
+from tfdist.strategies.compression import from_name
 from tfdist.strategies.sharding.owner_buckets import OwnerBuckets
 from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_buckets import PartBuckets
+from tfdist.strategies.sharding.part_codec_group import PartCodecGroup
 from tfdist.strategies.sharding.part_tensors import part_of, part_of_slices, rows_of, whole_of
 from tfdist.strategies.sharding.partition import Partition
 
@@ -132,3 +135,54 @@ def test_devices_of_a_worker_sum_first():
     for shard, own, everyone in results:
         np.testing.assert_array_equal(own, total[shard])
         np.testing.assert_array_equal(everyone, total)
+
+
+def encoded(codec, collectives_of, ranks, steps):
+    """Exchanges encoded gradients for some steps. Returns each rank's joined sums and its states, for whole tensors."""
+    partitions = [Partition.of(shape, ranks) for shape in SHAPES]
+
+    def run(transport, rank):
+        collectives = collectives_of(transport, rank)
+        replica = rank % collectives.replicas
+        group = PartCodecGroup(codec, list(range(len(SHAPES))), partitions, collectives)
+        exchange, watch = PartExchange(collectives), Stopwatch("CPU:0", None, is_on=False)
+        states, sums = [tf.zeros(shape) for shape in group.state_shapes], [np.zeros(shape) for shape in SHAPES]
+        buckets = PartBuckets(partitions, tf.float32)
+        for step in range(steps):
+            own = [random(shape, seed) for seed, shape in enumerate(SHAPES, start=100 * rank + 1000 * step)]
+            parts, states, finite = group.exchange(own, states, replica, collectives, None, watch)
+            assert finite
+            rows = [exchange.all_gather(row, replica, None) for row in buckets.join_parts(parts, 0)]
+            sums = [total + new for total, new in zip(sums, buckets.separate_tensors(rows), strict=True)]
+        total = [[random(shape, seed).numpy() for seed, shape in enumerate(SHAPES)]] * codec.states
+        again = group.pending(group.spread(total, replica, collectives), replica, collectives)
+        return sums, group.pending(states, replica, collectives), again
+
+    return run_ranks(ranks, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "devices"),
+    [
+        pytest.param(name, *ranks, marks=() if name == "int8" or ranks == (4, 2) else pytest.mark.exhaustive)
+        for name in ("bfloat16", "int8", "int4", "sign", "topk")
+        for ranks in [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)]
+    ],
+)
+def test_encoded_parts_and_residuals_add_up_to_the_gradients(name, ranks, devices):
+    codec, steps = from_name(name), 3
+
+    def collectives_of(transport, rank):
+        if devices > 1:
+            return DevicesAndWorkers(transport, rank, devices)
+        return OneDevicePerWorker(transport, rank)
+
+    everyone = encoded(codec, collectives_of, ranks, steps)
+    for place, shape in enumerate(SHAPES):
+        exact = sum(random(shape, 100 * rank + 1000 * step + place) for rank in range(ranks) for step in range(steps))
+        kept = sum(pending[-1][place] for _, pending, _ in everyone) if codec.states else 0
+        tolerance = 1e-4 if codec.states else 8e-2
+        np.testing.assert_allclose(everyone[0][0][place] + kept, exact, rtol=tolerance, atol=tolerance)
+        if codec.states:  # What is spread over all replicas adds up again.
+            spread = sum(again[-1][place] for _, _, again in everyone)
+            np.testing.assert_allclose(spread, random(shape, place), rtol=1e-4, atol=1e-5)

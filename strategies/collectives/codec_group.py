@@ -82,6 +82,10 @@ class CodecGroup:
         sums = separate(self._buckets, totals, gradients, self._granule)
         return sums, kept, tf.reduce_all(finite)
 
+    def uncompressed(self, gradients, replica: int, collectives: Collectives, options: Any):
+        """Returns the sums of the gradients, before the first step of the codec."""
+        return collectives._all_reduce(tf.distribute.ReduceOp.SUM, list(gradients), replica, options)
+
     def residuals(self, states):
         """The residuals among the codec states of a replica, without the momenta before them."""
         return [state for state, kind in zip(states, self._kinds, strict=True) if kind == self.kinds - 1]
@@ -186,7 +190,7 @@ def all_reduce_encoded(
     """
     two_shots = in_two_shots(codec, transport.ranks)
     rows = transport.ranks if two_shots else 1
-    compiled = bucket.shape[0] >= _COMPILED_ELEMENTS
+    compiled = _is_compiled(bucket)
     words, first = _encode(codec, compiled)(tf.reshape(bucket, [rows, -1]), first)
     chunk = bucket.shape[0] // rows
     if not two_shots:
@@ -196,6 +200,20 @@ def all_reduce_encoded(
     words, second = _sum_and_encode(codec, compiled)(received, second, chunk)
     total, finite = _decode(codec, compiled)(transport.all_gather(words, options), chunk)
     return tf.reshape(total, [-1]), first, second, finite
+
+
+def encode(codec: WordCodec, rows: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
+    """Encodes rows of gradients plus their residuals: float32 [rows, elements] -> int32 [rows, words], new state."""
+    return _encode(codec, _is_compiled(rows))(rows, state)
+
+
+def sum_encoded(codec: WordCodec, rows: Sequence[tf.Tensor], elements: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Decodes the row of each rank and sums in the order of ranks: the sum [1, elements], and whether it is finite."""
+    return _sum(codec, elements * len(rows) >= _COMPILED_ELEMENTS)(rows, elements)
+
+
+def _is_compiled(bucket: tf.Tensor) -> bool:
+    return bucket.shape.num_elements() >= _COMPILED_ELEMENTS
 
 
 # When compiled, a large bucket takes one pass over memory instead of one per operation.

@@ -17,6 +17,9 @@ from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_b
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
+from tfdist.strategies.sharding.part_codec_group import PartCodecGroup
+from tfdist.strategies.sharding.part_reducer import PartReducer
+from tfdist.strategies.sharding.partition import Partition
 
 # Counts of a replica since the strategy was made: exchanges, bytes that would be sent uncompressed, bytes sent. If
 # workers have several devices, only bytes across the network count.
@@ -82,8 +85,11 @@ class EncodedReducer(tf.Module):
       collectives: The strategy's collectives.
       seed: Seed of the codecs' random numbers, equal on all workers and in each run of a program.
       timed: Whether to measure the time of each step; see `Stopwatch`.
+      partitions: How each gradient is divided among the replicas, which get their part of the sum; `None` for a whole
+        sum. Empty if none is divided.
 
     Attributes:
+      in_parts: Positions of the gradients of which a replica gets its part. The sums of the others are whole.
       is_timed: Whether the time of each step is measured.
       encodes: Whether any gradient travels encoded.
       dense_codecs: The codecs of the encoded dense gradients.
@@ -96,10 +102,12 @@ class EncodedReducer(tf.Module):
         collectives: Collectives,
         seed: int,
         timed: bool = False,
+        partitions: Sequence[Any] = (),
     ):
         super().__init__(name="exchange")
         self._collectives, self.is_timed = collectives, timed
-        parts = _parts(gradients, codecs, collectives, seed)
+        self._partitions = list(partitions) or [None] * len(gradients)
+        parts = _parts(gradients, codecs, collectives, seed, self._partitions)
         # Leave out codecs that save nothing because of the padding to whole blocks per rank.
         self._parts = [
             part
@@ -119,7 +127,11 @@ class EncodedReducer(tf.Module):
         self.encodes = bool(self._parts or self._sparse_codecs)
         shapes = [[part.positions, part.state_shapes] for part in self._parts]
         self.layout = Layout(collectives.ranks * collectives.spread, collectives.worker, shapes)
-        self._raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
+        raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
+        self._raw_parts = [i for i in raw if self._partitions[i] is not None and i not in self._sparse]
+        self._raw = [i for i in raw if i not in set(self._raw_parts)]
+        coded_parts = {i for part in self._parts if isinstance(part, PartCodecGroup) for i in part.positions}
+        self.in_parts = frozenset({*self._raw_parts, *coded_parts})
         # For each replica of this worker: the states of its parts, and its counts.
         self.states: list[list[tf.Variable]] = []
         self.counts: list[tf.Variable] = []
@@ -164,6 +176,14 @@ class EncodedReducer(tf.Module):
             )
             for i, total in zip(self._raw, raw, strict=True):
                 totals[i] = total
+            own = PartReducer(collectives).reduce_scatter_tensors(
+                [gradients[i] for i in self._raw_parts],
+                partitions=[self._partitions[i] for i in self._raw_parts],
+                replica=replica,
+                options=options,
+            )
+            for i, total in zip(self._raw_parts, own, strict=True):
+                totals[i] = total
             for i, codec in self._sparse_codecs.items():
                 totals[i], spent = _rows_from_step(
                     codec, done, gradients[i], replica, collectives, options, self.is_timed
@@ -171,14 +191,22 @@ class EncodedReducer(tf.Module):
                 seconds.append(spent)
             if new:
                 # Check sums that no codec has checked, and float16 ones, which may overflow when cast from float32.
-                unseen = [
-                    i for i, g in enumerate(gradients) if i in self._raw or i in self._sparse or g.dtype == tf.float16
-                ]
+                raw = {*self._raw, *self._raw_parts, *self._sparse}
+                unseen = [i for i, gradient in enumerate(gradients) if i in raw or gradient.dtype == tf.float16]
                 finite += [_is_finite(totals[i]) for i in unseen]
-                tf.cond(tf.reduce_all(finite), lambda: _assign(old, new), lambda: tf.constant(False))
+                all_finite = tf.reduce_all(finite)
+                if self.in_parts:  # No replica sees the whole sums.
+                    all_finite = self._on_all_replicas(all_finite, replica, options)
+                tf.cond(all_finite, lambda: _assign(old, new), lambda: tf.constant(False))
             self._count(replica, gradients, totals, done, options)
             self.times.of_replicas[replica].assign_add(tf.add_n(seconds) if seconds else _NO_TIME)
         return totals
+
+    def _on_all_replicas(self, condition: tf.Tensor, replica: int, options: Any) -> tf.Tensor:
+        """Returns whether a condition, bool [], holds on all replicas. Costs an exchange of one number."""
+        number = tf.cast(condition, tf.float32)
+        count = self._collectives._all_reduce(tf.distribute.ReduceOp.SUM, number, replica, options)
+        return count > self._collectives.ranks * self._collectives.spread - 0.5
 
     def eagerly(self, gradients: list[list[Gradient]], done: tf.Tensor) -> list[list[Gradient]]:
         """Sums the gradients outside of a graph, for all replicas of this worker: [replica][gradient] in and out."""
@@ -275,7 +303,7 @@ class EncodedReducer(tf.Module):
     def _count(self, replica, gradients, totals, done, options):
         """Counts a step and its bytes for a replica. Sparse rows count without the padding to the longest replica."""
         collectives = self._collectives
-        dense = [gradients[i] for i in self._raw if i not in self._sparse]
+        dense = [gradients[i] for i in [*self._raw, *self._raw_parts] if i not in self._sparse]
         raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
         for part in self._parts:
             uncompressed = round(collectives.uncompressed_bytes([gradients[i] for i in part.positions], options))
@@ -291,17 +319,20 @@ class EncodedReducer(tf.Module):
         self.counts[replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
 
 
-def _parts(gradients, codecs, collectives, seed) -> list[Any]:
-    """Groups dense gradients by codec, starting with the last gradient."""
-    groups: dict[Codec, list[int]] = {}
+def _parts(gradients, codecs, collectives, seed, partitions) -> list[Any]:
+    """Groups dense gradients by codec, and those that are divided apart, starting with the last gradient."""
+    groups: dict[tuple[Codec, bool], list[int]] = {}
     for i in reversed(range(len(gradients))):
         if codecs[i] is not None and not isinstance(gradients[i], tf.IndexedSlices):
-            groups.setdefault(codecs[i], []).insert(0, i)
+            is_divided = isinstance(codecs[i], WordCodec) and isinstance(partitions[i], Partition)
+            groups.setdefault((codecs[i], is_divided), []).insert(0, i)
     return [
         PowerSGDGroup(codec, positions, gradients, codec.seed + seed)
         if isinstance(codec, PowerSGD)
+        else PartCodecGroup(cast(WordCodec, codec), positions, [partitions[i] for i in positions], collectives)
+        if is_divided
         else CodecGroup(cast(WordCodec, codec), positions, gradients, collectives)
-        for codec, positions in groups.items()
+        for (codec, is_divided), positions in groups.items()
     ]
 
 
@@ -318,7 +349,7 @@ def _from_step(part, done, gradients, states, replica, collectives, options, tim
         return *part.exchange(gradients, states, replica, collectives, options, watch), watch.seconds()
 
     def raw():
-        sums = collectives._all_reduce(tf.distribute.ReduceOp.SUM, list(gradients), replica, options)
+        sums = part.uncompressed(gradients, replica, collectives, options)
         return sums, list(states), tf.reduce_all([_is_finite(total) for total in sums]), tf.constant(_NO_TIME)
 
     return encoded() if part.codec.start_step == 0 else tf.cond(done >= part.codec.start_step, encoded, raw)

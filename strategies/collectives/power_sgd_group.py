@@ -79,6 +79,10 @@ class PowerSGDGroup:
                     before[i] = after[place]
         return totals, [*(state for then in before for state in then), *factors], tf.reduce_all(finite)
 
+    def uncompressed(self, gradients, replica: int, collectives: Collectives, options: Any):
+        """Returns the sums of the gradients, before the first step of the codec."""
+        return collectives._all_reduce(tf.distribute.ReduceOp.SUM, list(gradients), replica, options)
+
     def residuals(self, states):
         """The residuals that follow from the codec states of a replica. Costs one pass over the matrices."""
         return [self.codec.rest(*then) for then in self._apart(states)[0]]

@@ -26,54 +26,75 @@ class PartBuckets:
     Args:
       partitions: The division of each tensor, all into the same number of parts.
       dtype: Type of all tensors.
+      granule: Number of elements that a codec encodes as a unit. Each part in a row is padded to a multiple of it.
+      repeats: Whether this padding repeats the last elements of a part instead of zeros.
+
+    Attributes:
+      columns: Number of elements of a row of each bucket.
     """
 
-    def __init__(self, partitions: Sequence[Partition], dtype: tf.DType):
-        self._partitions = partitions
+    def __init__(self, partitions: Sequence[Partition], dtype: tf.DType, granule: int = 1, *, repeats: bool = False):
+        self._partitions, self._granule, self._repeats = partitions, granule, repeats
         shards = partitions[0].shards
         limit = bucket_bytes([tf.TensorSpec(each.shape, dtype) for each in partitions])
         self._like = [tf.TensorSpec([each.part_elements], dtype) for each in partitions]
-        self._buckets = fill_buckets(self._like, limit // shards, part_bytes=part_bytes(shards) // shards)
+        self._buckets = fill_buckets(self._like, limit // shards, granule, part_bytes=part_bytes(shards) // shards)
+        self.columns = [sum(segment.padded(granule) for segment in bucket) for bucket in self._buckets]
 
     def join_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Joins whole tensors to buckets: shapes of the partitions -> [shards, elements] each."""
         rows = [rows_of(*each) for each in zip(self._partitions, tensors, strict=True)]
-        return [_columns(bucket, rows) for bucket in self._buckets]
+        return [self._columns_of(bucket, rows, self._repeats) for bucket in self._buckets]
 
     def join_parts(self, parts: Sequence[tf.Tensor], shard: int) -> list[tf.Tensor]:
         """Joins one shard's parts to its rows of the buckets: part shapes -> [elements] each."""
         del shard  # The rows of all shards are laid out alike.
-        return [join(bucket, parts) for bucket in self._buckets]
+        return [join(bucket, parts, self._granule) for bucket in self._buckets]
 
     def separate_parts(self, rows: list[tf.Tensor], shard: int) -> list[tf.Tensor]:
         """Inverse of `join_parts`."""
         del shard
-        parts = separate(self._buckets, rows, self._like)
+        parts = separate(self._buckets, rows, self._like, self._granule)
         return [tf.reshape(part, each.part_shape) for part, each in zip(parts, self._partitions, strict=True)]
 
     def separate_tensors(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
         """Inverse of `join_tensors`."""
         columns: dict[int, list[tuple[int, tf.Tensor]]] = {}
         for bucket, matrix in zip(self._buckets, buckets, strict=True):
-            sizes = [_size(segment) for segment in bucket]
+            sizes = [segment.padded(self._granule) for segment in bucket]
             parts = [matrix] if len(sizes) == 1 else tf.split(matrix, sizes, axis=1)
             for segment, part in zip(bucket, parts, strict=True):
-                columns.setdefault(segment.tensor, []).append((segment.start, part))
+                columns.setdefault(segment.tensor, []).append((segment.start, part[:, : _size(segment)]))
         tensors = []
         for position, partition in enumerate(self._partitions):
             cuts = [cut for _, cut in sorted(columns[position], key=lambda placed: placed[0])]
             tensors.append(whole_of(partition, cuts[0] if len(cuts) == 1 else tf.concat(cuts, axis=1)))
         return tensors
 
+    def mask(self, bucket: int) -> tf.Tensor:
+        """Returns 1 for each element of a bucket that is an element of a tensor, and 0 for padding: [shards, n]."""
+        segments = self._buckets[bucket]
+        of_bucket = {segment.tensor for segment in segments}
+        rows = [
+            rows_of(each, tf.ones(each.shape)) if i in of_bucket else tf.zeros([])
+            for i, each in enumerate(self._partitions)
+        ]
+        return self._columns_of(segments, rows, repeats=False)
+
+    def _columns_of(self, bucket: Bucket, rows: Sequence[tf.Tensor], repeats: bool) -> tf.Tensor:
+        cuts = []
+        for segment in bucket:
+            whole, size = rows[segment.tensor], _size(segment)
+            cut = whole if size == whole.shape[1] else whole[:, segment.start : segment.stop]
+            padding = segment.padded(self._granule) - size
+            if padding and repeats:
+                last = cut[:, -(size % self._granule) :]
+                cut = tf.concat([cut, tf.tile(last, [1, -(-padding // last.shape[1])])[:, :padding]], axis=1)
+            elif padding:
+                cut = tf.pad(cut, [[0, 0], [0, padding]])
+            cuts.append(cut)
+        return cuts[0] if len(cuts) == 1 else tf.concat(cuts, axis=1)
+
 
 def _size(segment: Segment) -> int:
     return cast(int, segment.stop) - segment.start  # All parts have a static size.
-
-
-def _columns(bucket: Bucket, rows: Sequence[tf.Tensor]) -> tf.Tensor:
-    cuts = []
-    for segment in bucket:
-        whole = rows[segment.tensor]
-        is_whole = _size(segment) == whole.shape[1]
-        cuts.append(whole if is_whole else whole[:, segment.start : segment.stop])
-    return cuts[0] if len(cuts) == 1 else tf.concat(cuts, axis=1)
