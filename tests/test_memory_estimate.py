@@ -110,9 +110,11 @@ def test_compression_keeps_residuals_of_large_weights():
 
 @pytest.mark.unit
 def test_an_estimate_leaves_no_trace():
+    keras.utils.clear_session()  # Keras 3.12 keeps its generator of numbers when the seed is set.
     keras.utils.set_random_seed(1)
     expected = keras.random.uniform((3,)).numpy()
 
+    keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     tfdist.estimate_memory(small_model, 2)
 
