@@ -140,7 +140,7 @@ def _report_alone(check: Check, args: argparse.Namespace) -> int:
 
 
 def _shows_table(args: argparse.Namespace) -> bool:
-    return args.json != pathlib.Path(_STDOUT)
+    return bool(args.json != pathlib.Path(_STDOUT))
 
 
 def _write(args: argparse.Namespace, text: str) -> None:

@@ -43,7 +43,8 @@ def text_of(verdict: StragglerVerdict, host: str) -> str:
         return f"{worker} gets fewer rows, and no longer holds up the others, after step {verdict.step}"
     if verdict.is_over:
         return f"{worker} no longer computes slower than the others after step {verdict.step}"
-    slower = f"{amount:.1f} times slower than the median of the others {since}"
+    times = f"{amount:.1f}" if amount < 10 else f"{amount:.0f}"
+    slower = f"{times} times slower than the median of the others {since}"
     if verdict.is_balanced:
         return f"{worker} computes a row {slower}, and gets fewer rows"
     return f"{worker} computes {slower}"
