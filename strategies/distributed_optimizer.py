@@ -17,7 +17,7 @@ from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
-from tfdist.strategies.sharding.muon_update import MuonInParts, is_muon
+from tfdist.strategies.sharding.muon_update import MuonInParts, is_muon, refuse_without_paths
 from tfdist.strategies.sharding.part_tensors import Division
 from tfdist.strategies.sharding.sharded_update import ShardedUpdate, updates_parts
 from tfdist.strategies.sharding.sharded_weight import is_sharded_weight
@@ -222,6 +222,7 @@ class _Exchange:
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
         update = _sharded_update()
         if update is None:
+            refuse_without_paths(self)
             with whole_states(self):
                 super()._backend_update_step(grads, trainable_variables, learning_rate)
             return

@@ -333,7 +333,7 @@ def refused(placement, what):
     with place.scope():
         table = ShardedEmbedding(*TABLE, **options.get(what, {}))
         model = keras.Sequential([layers.Input((LENGTH,)), table, layers.Flatten(), layers.Dense(3)])
-        model.compile("muon" if what == "optimizer" else "adam", "mse")
+        model.compile(keras.optimizers.Muon(0.01) if what == "optimizer" else "adam", "mse")
     if what == "lora":
         table.enable_lora(2)
     elif what == "quantize":

@@ -18,6 +18,19 @@ def orthogonalizes(optimizer: Any, variable: Any) -> bool:
     return is_muon(optimizer) and keras_internals.is_matrix_of_muon(optimizer, variable)
 
 
+def refuse_without_paths(optimizer: Any) -> None:
+    """Refuses an optimizer that is about to update whole weights and finds their state by paths.
+
+    Raises:
+      ValueError: If it is Muon of Keras 3.12.
+    """
+    if keras_internals.finds_state_by_path(optimizer):
+        raise ValueError(
+            "Muon of Keras 3.12 needs the paths of Keras' variables, but a strategy gives it TensorFlow's, which have "
+            "none. Install Keras 3.13 or newer, or pass model_sharding='optimizer' to the strategy."
+        )
+
+
 class MuonInParts:
     """Mixin for views of `Muon`: gathers the momentum of a matrix, of which each replica has computed its part.
 

@@ -41,6 +41,7 @@ __all__ = [
     "count_steps_of",
     "counter_of",
     "dataset_of",
+    "finds_state_by_path",
     "get_keras_mask",
     "global_seed_generator",
     "goes_on_with",
@@ -301,6 +302,15 @@ def updates_as_muon(kind: type) -> bool:
     muon = getattr(keras.optimizers, "Muon", None)
     names = ("update_step", "_muon_update_step", "_adamw_update_step", "_should_use_adamw")
     return muon is not None and issubclass(kind, muon) and all(getattr(kind, n) is getattr(muon, n) for n in names)
+
+
+def finds_state_by_path(optimizer: Any) -> bool:
+    """Whether an optimizer is `Muon` of Keras 3.12, which finds the state of a weight by its path.
+
+    Variables of TensorFlow, which a strategy passes to it, have no path. Without it: it fails with an `AttributeError`.
+    """
+    muon = getattr(keras.optimizers, "Muon", None)
+    return muon is not None and isinstance(optimizer, muon) and "path" in muon._muon_update_step.__code__.co_names
 
 
 def is_matrix_of_muon(optimizer: Any, variable: Any) -> bool:
