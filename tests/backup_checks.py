@@ -15,9 +15,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from keras_features import start_anew
+from keras_features import small_weights_too, start_anew
 from keras_features.models import Noise
-from parameter_checks import small_weights_too
 from tfdist import compression
 from tfdist.backup import between_fits, serialization
 from tfdist.callbacks import BackupAndRestore

@@ -1,6 +1,5 @@
 """Small trainings of models with divided weights, which tests run in worker processes."""
 
-import contextlib
 import os
 import tempfile
 
@@ -11,23 +10,12 @@ from keras import layers, ops, optimizers
 
 import sharding_checks
 import tfdist
-from keras_features import start_anew
+from keras_features import small_weights_too, start_anew
 from keras_features import strategy_of as strategy
 from strategy_checks import own_index
-from tfdist.strategies.sharding import weight_creation
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
 WIDTH = 7
-
-
-@contextlib.contextmanager
-def small_weights_too():
-    """Divides all weights but the smallest, so that models of tests stay small."""
-    before, weight_creation.FEWEST_ELEMENTS = weight_creation.FEWEST_ELEMENTS, 16
-    try:
-        yield
-    finally:
-        weight_creation.FEWEST_ELEMENTS = before
 
 
 class OwnStep(keras.Model):

@@ -113,6 +113,7 @@ REPLICATED = {
     "balanced": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
     "sharded": {"breaks": [9], "save_freq": 4, "sharding": "optimizer", "model": {"accumulate": 2, "averages": True}},
     "sharded, residuals": {"breaks": [3, 8], "save_freq": 3, "sharding": "optimizer", "compressed": "int8"},
+    "divided": {"breaks": [9], "save_freq": 4, "sharding": "parameters", "model": {"width": 1024, "accumulate": 2}},
     "balanced, evaluates": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "evaluates": True},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
     "balanced, shorter epochs": {"breaks": [5], "save_freq": 2, "data_kind": "balanced, shorter epochs"},
@@ -158,8 +159,12 @@ KILLED = {
         {"save_freq": 4, "sharding": "optimizer", "compressed": "int8", "model": {"accumulate": 2}},
     ),
     "two workers of two devices, sharded": (
-        *("2x2", 2, 2, [[1, 9]]),
+        *("2x2", 2, 2, [[1, 13]]),
         {"save_freq": 4, "data_kind": "balanced", "sharding": "optimizer", "model": {"optimizer": "adafactor"}},
+    ),
+    "two workers, divided": (
+        *("2x1", 2, 1, [[0, 9], [1, 15]]),
+        {"save_freq": 4, "data_kind": "balanced", "sharding": "parameters", "model": {"width": 1024, "averages": True}},
     ),
 }
 

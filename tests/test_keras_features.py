@@ -101,6 +101,36 @@ def test_sharded_optimizer_state_changes_no_result(name, placement, results):
         assert_same(sharded, whole, tolerance=1e-6 if any(part in name for part in ROUNDED) else 0)
 
 
+# Rows that weights in parts do not allow, with the error; docs/limits.md has the reasons.
+NOT_IN_PARTS = {
+    **dict.fromkeys(
+        [*REFUSED, "batches_of_which_replicas_know_unlike_shapes"],
+        r"Call `apply` on `strategy.distributed_optimizer\(optimizer\)`",
+    ),
+    **dict.fromkeys(["optimizer_adafactor", "optimizer_lamb"], "Use an optimizer that updates each element by itself"),
+    "float8_layers": r"Call `tfdist.step_losses_are\('mean'\)`",
+    "gradient_penalty_in_a_step": "Call `tape.gradient` outside of `with tape:`",
+    "save_and_load": "load it outside of the strategy's scope, and export it there",
+    "weights_assigned_in_a_step": "Dimensions must be equal",  # The step computes with gradients, which are parts.
+    # Each replica reads other weights.
+    **dict.fromkeys(["parts_for_some_rows_eagerly", "parts_of_unlike_kinds_for_some_rows_eagerly"], ""),
+}
+# The chief alone writes histograms of weights.
+NOT_IN_PARTS_ON_WORKERS = {"callbacks_that_write": "the callback 'TensorBoard' runs on the chief alone"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
+def test_weights_in_parts_change_no_result(name, placement, results):
+    errors = NOT_IN_PARTS | ({} if placement == "1x2" else NOT_IN_PARTS_ON_WORKERS)
+    if name in errors:
+        with pytest.raises(WorkerError, match=errors[name]):
+            results(name, placement, model_sharding="parameters")
+        return
+    assert_equals_one_device(name, placement, results, model_sharding="parameters")
+
+
 def assert_same(result, expected, tolerance):
     for kind in ("history", "values"):
         assert result[kind].keys() == expected[kind].keys()

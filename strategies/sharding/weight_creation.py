@@ -29,7 +29,7 @@ def partition_of_weight(kwargs: Mapping[str, Any], shards: int) -> Partition | N
     if not tf.as_dtype(made.dtype).is_floating or isinstance(maker, keras.layers.RNN):
         return None
     shape = _shape_of(made, kwargs)
-    if shape is None or math.prod(shape) < max(FEWEST_ELEMENTS, shards):
+    if shape is None or math.prod(shape) < max(FEWEST_ELEMENTS, shards) or _is_overwritten(made, maker, shape):
         return None
     return Partition.of(shape, shards)
 
@@ -51,6 +51,15 @@ def make_sharded_weight(next_creator: Any, kwargs: Mapping[str, Any], partition:
 
         values = [make(*each) for each in enumerate(extended.worker_devices)]
     return ShardedWeight.of_parts(values, extended._container_strategy(), partition)
+
+
+def _is_overwritten(made: keras.Variable, maker: Any, shape: tuple[int, ...]) -> bool:
+    """Whether each step overwrites a weight: a float8 layer keeps the largest numbers of past steps, for its scales.
+
+    Keras says so once the variable exists, which is before its value only if that is made late.
+    """
+    history = getattr(getattr(maker, "dtype_policy", None), "amax_history_length", None)
+    return getattr(made, "overwrite_with_gradient", False) or shape == (history,)
 
 
 def _shape_of(made: keras.Variable, kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -5,6 +5,6 @@ several replicas, and compares the results. Rows import nothing from the test an
 """
 
 from keras_features import callbacks, calls, inputs, loops, losses, metrics, models, optimizers  # noqa: F401
-from keras_features.table import ROWS, Place, outcome, run_row, start_anew, strategy_of
+from keras_features.table import ROWS, Place, outcome, run_row, small_weights_too, start_anew, strategy_of
 
-__all__ = ["ROWS", "Place", "outcome", "run_row", "start_anew", "strategy_of"]
+__all__ = ["ROWS", "Place", "outcome", "run_row", "small_weights_too", "start_anew", "strategy_of"]

@@ -12,6 +12,7 @@ import numpy as np
 from keras import layers
 
 import tfdist
+from tfdist.strategies.sharding import weight_creation
 from tfdist.strategies.sharding.sharded_state import ShardedState
 
 STEPS = 10
@@ -79,12 +80,23 @@ def start_anew(seed: int = 1) -> None:
     keras.utils.set_random_seed(seed)
 
 
+@contextlib.contextmanager
+def small_weights_too():
+    """Divides all weights but the smallest, so that models of tests stay small."""
+    before, weight_creation.FEWEST_ELEMENTS = weight_creation.FEWEST_ELEMENTS, 16
+    try:
+        yield
+    finally:
+        weight_creation.FEWEST_ELEMENTS = before
+
+
 def run_row(name: str, placement: str, folder: str, compression: Any = None, **options: Any) -> dict[str, Any]:
     """Runs one row in this process. Every worker of a placement calls it. `options` are those of the strategy."""
     start_anew()
     keras.mixed_precision.set_global_policy("float32")
     try:
-        return ROWS[name].run(Place(strategy_of(placement, compression, **options), folder, placement))
+        with small_weights_too():
+            return ROWS[name].run(Place(strategy_of(placement, compression, **options), folder, placement))
     finally:
         keras.mixed_precision.set_global_policy("float32")
 
