@@ -7,9 +7,11 @@ import socket
 
 import pytest
 
+from recorded_runs import BEGUN, write_times
 from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_buffer import Event, EventBuffer
-from tfdist.events.event_file import ASKED, START, EventFile, read_events, read_header, write_events
+from tfdist.events.event_file import ASKED, EXCHANGE, START, EventFile, read_events, read_header, write_events
+from tfdist.events.time_record import BEGINNING
 from tfdist.launch import cli
 from tfdist.report.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
 
@@ -210,6 +212,25 @@ def test_the_report_names_failure_positions_and_the_missing_worker(tmp_path, rep
         assert line in out, out
     assert "problem" not in out
     assert 'File "/home/me/train.py", line 40, in main' in reported("--stacks")[1]
+
+
+def test_a_frozen_worker_is_described_by_its_times_and_by_what_its_peers_say(tmp_path, reported):
+    killed_job(tmp_path)
+    write_times(tmp_path, 0, 1, 0, 40, (BEGINNING, 0), exchange=2)
+    failure = {"worker": 0, "host": "host-a", "time": 5.0, "kind": "exception", "exception": "UnavailableError"}
+    message = "The following tasks are unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nCrashed."
+    attempt = {"number": 0, "workers": 2, "outcome": "failed", "failure": {**failure, "attempt": 0, "exit_code": 1}}
+    again = {"number": 1, "workers": 2, "time": BEGUN, "outcome": "running"}
+    (tmp_path / "failure.json").write_text(json.dumps({"outcome": "running", "attempts": [attempt]}))
+    (tmp_path / "run.json").write_text(json.dumps({"outcome": "running", "attempts": [attempt, again]}))
+    waits = header(0, EXCHANGE, workers=2, pending=[pending(12, 1)], message=message)
+    write_events(tmp_path / "attempt-0" / "events-0.jsonl", waits, [exchanged(11, 3)], {})
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "attempt-1" / "worker-0.log").write_text("")
+    out = reported()[1]
+    assert "it had no failure, was frozen, or was killed; its times end in compute, in step 41 [" in out
+    assert "its exchange failed: worker 1 sent no more heartbeats. It is frozen, " in out and "Crashed" not in out
+    assert "attempt 1: 1 worker, running\n  worker 0: has written no events yet; its log: " in out
 
 
 def test_a_run_without_a_supervisors_summary_is_described_by_the_reports_of_its_workers(tmp_path, reported):

@@ -69,7 +69,8 @@ def test_a_worker_that_sends_no_heartbeats_is_named_as_the_suspect(tmp_path):
     files.report(0, 0).write_text(json.dumps(report))
     failure = first_failure(tmp_path, 0, [WorkerExit(0, 1, 7, 2.0)], [], 3.0)
     assert failure.suspect == failure.culprit == 1 and failure.doubt == FROM_PEER
-    assert "worker 1 sent no more heartbeats" in failure.describe()
+    told = failure.describe()
+    assert "worker 1 sent no more heartbeats" in told and "look at its machine" in told
 
 
 @pytest.mark.parametrize(

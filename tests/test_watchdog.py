@@ -463,6 +463,13 @@ def test_a_healthy_wait_asks_for_positions_once_before_each_warning():
     assert worker.asked == 2 * [9, 31, 92]
 
 
+def test_positions_are_asked_for_at_the_end_of_the_program_too(monkeypatch):
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # Python waits for the threads of pools then.
+    dog = Exchanging().dog
+    dog._board.words[dog._subject] = {"step": 4}
+    assert dog._listen() == {worker: {"step": 4} for worker in range(3)}
+
+
 def test_a_waiting_worker_is_not_ended_while_bytes_arrive_or_peers_exchange(monkeypatch):
     counted, ended = iter(range(10**6)), []
     worker = Exchanging(lambda: next(counted))

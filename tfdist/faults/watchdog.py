@@ -42,7 +42,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
@@ -83,6 +82,7 @@ _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 2.0
+_LISTENERS = 16  # Threads that ask for the words of workers.
 _ABSENCE_SECONDS = 5.0
 _TELL_SECONDS = 10.0  # Before a worker that creates a variable logs its wait.
 _UNLIKE_SECONDS = 8.0  # Without progress, before different calls are looked for.
@@ -469,8 +469,20 @@ class Watchdog:
         return {**positions, self._board.worker: self._position}
 
     def _listen(self) -> dict[int, Any]:
-        with ThreadPoolExecutor(16) as pool:
-            return dict(zip(range(self._board.workers), pool.map(self._hear, range(self._board.workers)), strict=True))
+        """Returns each worker's words. Works at the end of the program too, when `ThreadPoolExecutor` refuses work."""
+        heard = dict.fromkeys(range(self._board.workers))
+
+        def hear(workers: range) -> None:
+            for worker in workers:
+                heard[worker] = self._hear(worker)
+
+        parts = [range(first, len(heard), _LISTENERS) for first in range(min(_LISTENERS, len(heard)))]
+        threads = [threading.Thread(target=hear, args=[part], daemon=True) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return heard
 
     def _hear(self, worker: int) -> Any:
         with contextlib.suppress(tf.errors.OpError):

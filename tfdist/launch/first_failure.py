@@ -57,8 +57,15 @@ def without_heartbeats(message: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _told_silence(worker: int) -> str:
-    return f"worker {worker} sent no more heartbeats. It is frozen, cut off from the network, or was killed"
+def reason_in(message: str) -> str:
+    """Returns the cause that the message of a worker's exception states, in one line; of a silent peer, what to do."""
+    silent = without_heartbeats(message)
+    if silent is None:
+        return telling_line(message)
+    return (
+        f"worker {silent} sent no more heartbeats. It is frozen, cut off from the network, or was killed; "
+        "look at its machine"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,9 +247,8 @@ def _failure(
         report = _report_from_log(output)
     message, stack = report.get("message"), report.get("stack")
     reported: dict[str, Any] = {name: report.get(name) for name in _FROM_REPORT}
-    silent = without_heartbeats(message or "")
     if reported["suspect"] is None:
-        reported["suspect"] = silent
+        reported["suspect"] = without_heartbeats(message or "")
     failure = Failure(
         attempt=attempt,
         worker=ended.index,
@@ -252,7 +258,7 @@ def _failure(
         exit_code=returncode if returncode >= 0 else 128 - returncode,
         signal=signal_name(-returncode) if returncode < 0 else None,
         log=str(path),
-        reason=(_told_silence(silent) if silent is not None else telling_line(message)) if message else None,
+        reason=reason_in(message) if message else None,
         line=user_line(stack) if stack else None,
         output="\n".join(last_lines(output)),
         has_backups=report.get("step") is not None,

@@ -8,8 +8,9 @@ from typing import Any
 from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
 from tfdist.events.straggler_file import StragglerRecord, pairs_of
+from tfdist.events.time_record import TimeRecord
 from tfdist.failure_kinds import user_line
-from tfdist.launch.first_failure import FROM_PEER, Failure
+from tfdist.launch.first_failure import FROM_PEER, Failure, reason_in
 from tfdist.launch.run_summary import named
 from tfdist.readable_numbers import clock, counted, duration
 from tfdist.report.missing_workers import (
@@ -160,7 +161,8 @@ def _place_of(files: WorkerFiles, was_killed: bool) -> str:
     """Describes the last position of a worker."""
     events = files.events
     if events is None:
-        return f"has left no events{f'; its log: {files.log}' if files.log else ''}"
+        has = "has written no events yet" if files.attempt.get("outcome") == "running" else "has left no events"
+        return f"{has}{f'; its log: {files.log}' if files.log else ''}"
     header = events.header
     process = f"process {header.get('pid')} on {header.get('host')}"
     if not _has_position(events):
@@ -171,9 +173,16 @@ def _place_of(files: WorkerFiles, was_killed: bool) -> str:
                 else ("it cannot be asked for its events, since its program handles SIGUSR2 or began in another thread")
             )
             return f"runs as {process}; {how}"
-        why = "it was killed" if was_killed else "it had no failure, or was killed"
-        return f"has left no events: {why} ({process})"
+        why = "it was killed" if was_killed else "it had no failure, was frozen, or was killed"
+        return f"has left no events: {why}{_last_phase(files.times)} ({process})"
     return f"{_described(last_position(events))}; {_why(header)} [{clock(header['time'])}, {process}]"
+
+
+def _last_phase(times: TimeRecord | None) -> str:
+    """Describes the phase in which the seconds of a worker end, which are all that a frozen or killed worker leaves."""
+    if times is None:
+        return ""
+    return f"; its times end in {times.phase}, in step {times.steps + 1} [{clock(times.time)}]"
 
 
 def _described(position: LastPosition) -> str:
@@ -196,7 +205,9 @@ def _why(header: Mapping[str, Any]) -> str:
         return f"it raised {header.get('exception')}"
     if why == LOST_PEER:
         return f"the process of worker {header.get('peer')} ended"
-    return f"its exchange failed: {header.get('message')}" if why == EXCHANGE else f"it ended by {why}"
+    if why == EXCHANGE:
+        return f"its exchange failed: {reason_in(str(header.get('message') or ''))}"
+    return f"it ended by {why}"
 
 
 def _user_calls(events: EventFile) -> Iterator[str]:

@@ -49,8 +49,8 @@ class RecordedRun:
 
     Attributes:
       folder: The folder.
-      summaries: The content of `failure.json`, or without a failure of `run.json`: of one supervisor, or of those of
-        several hosts.
+      summaries: The content of `failure.json`, if there was a failure, with that of `run.json`, which also has the
+        attempt that runs: of one supervisor, or of those of several hosts.
       attempts: By number of the attempt, the files of each worker.
       problems: One line for each file that could not be read.
       stragglers: By number of the attempt, the verdicts about slow workers, oldest first.
@@ -80,7 +80,8 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
     for each in folders:
         files = RunFiles(each)
         summary, run = _json(files.summary, problems), _json(files.outcome, problems)
-        summaries += [told for told in (summary or run,) if told]
+        if told := {**summary, **run}:
+            summaries.append(told)
         for number in _attempts_in(each):
             told = attempt_in(run, number) or attempt_in(summary, number) or {}
             attempts.setdefault(number, {}).update(_workers_of(files, number, told, problems))
