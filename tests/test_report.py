@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import socket
+import time
 
 import pytest
 
@@ -228,7 +230,7 @@ def test_a_frozen_worker_is_described_by_its_times_and_by_what_its_peers_say(tmp
     (tmp_path / "attempt-1").mkdir()
     (tmp_path / "attempt-1" / "worker-0.log").write_text("")
     out = reported()[1]
-    assert "it had no failure, was frozen, or was killed; its times end in compute, in step 41 [" in out
+    assert "it had no failure, was frozen, or was killed; its times end in step 41 [" in out
     assert "its exchange failed: worker 1 sent no more heartbeats. It is frozen, " in out and "Crashed" not in out
     assert "attempt 1: 1 worker, running\n  worker 0: has written no events yet; its log: " in out
 
@@ -285,6 +287,19 @@ def test_only_a_worker_that_hears_the_signal_is_to_get_it(tmp_path, reported, he
     out = reported()[1]
     assert (f"`kill -USR2 {os.getpid()}`" in out) == (hears is True and is_own), out
     assert ("it cannot be asked" in out) == (hears is not True and is_own), out
+
+
+def test_a_running_worker_that_does_one_step_for_long_is_told_and_the_time_is_that_until_now(tmp_path, reported):
+    start = time.time() - 60
+    own = {"pid": os.getpid(), "host": socket.gethostname(), "process_start": process_start(), "hears": True}
+    write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, START, workers=1) | own, [], {})
+    write_times(tmp_path, 0, 0, start - BEGUN, 40, (BEGINNING, 0), compute=20)
+    running = {"number": 0, "workers": 1, "time": start, "outcome": "running"}
+    (tmp_path / "run.json").write_text(json.dumps({"outcome": "running", "attempts": [running]}))
+    out = reported()[1]
+    assert re.search(r"runs as process \d+ on .*, for 4\d s in step 41; `kill -USR2", out), out
+    assert re.search(r"goodput 3\d.\d%: .* in 6\d s\n", out), out
+    assert re.search(r"the training step that has not ended yet +4\d s", out), out
 
 
 def test_events_from_before_the_failure_tell_nothing_of_it(tmp_path, reported):

@@ -1,12 +1,11 @@
 """Text about one recorded attempt: its first failure, the missing workers, and where each worker was."""
 
 import dataclasses
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
+from tfdist.events.phase_names import COMPUTE
 from tfdist.events.straggler_file import StragglerRecord, pairs_of
 from tfdist.events.time_record import TimeRecord
 from tfdist.failure_kinds import user_line
@@ -27,7 +26,7 @@ from tfdist.report.recorded_run import WorkerFiles, attempt_in, number_of_worker
 
 _MOST_EXCHANGES = 5
 _LONG_SECONDS = 5.0
-"""How long a worker of a job that runs must have waited for the report to name it."""
+"""How long a worker of a job that runs must have waited, or done one thing, for the report to say so."""
 
 _WELL = ("done", "preempted", "resized", "stopped")
 """Outcomes of attempts whose workers had no reason to write events."""
@@ -166,13 +165,13 @@ def _place_of(files: WorkerFiles, was_killed: bool) -> str:
     header = events.header
     process = f"process {header.get('pid')} on {header.get('host')}"
     if not _has_position(events):
-        if _runs_here(header):
+        if files.seen is not None:
             how = (
                 f"`kill -USR2 {header['pid']}` makes it write its events"
                 if header.get("hears") is True
                 else ("it cannot be asked for its events, since its program handles SIGUSR2 or began in another thread")
             )
-            return f"runs as {process}; {how}"
+            return f"runs as {process}{_idle(files.times, files.seen)}; {how}"
         why = "it was killed" if was_killed else "it had no failure, was frozen, or was killed"
         return f"has left no events: {why}{_last_phase(files.times)} ({process})"
     return f"{_described(last_position(events))}; {_why(header)} [{clock(header['time'])}, {process}]"
@@ -182,7 +181,19 @@ def _last_phase(times: TimeRecord | None) -> str:
     """Describes the phase in which the seconds of a worker end, which are all that a frozen or killed worker leaves."""
     if times is None:
         return ""
-    return f"; its times end in {times.phase}, in step {times.steps + 1} [{clock(times.time)}]"
+    return f"; its times end in {_phase_and_step(times)} [{clock(times.time)}]"
+
+
+def _idle(times: TimeRecord | None, now: float) -> str:
+    """Describes for how long a worker that runs has been in its phase, if that is long."""
+    if times is None or now - times.time < _LONG_SECONDS:
+        return ""
+    return f", for {duration(now - times.time)} in {_phase_and_step(times)}"
+
+
+def _phase_and_step(times: TimeRecord) -> str:
+    """Names the phase now. The parts of a step, and its callbacks, are only known at its end."""
+    return f"step {times.steps + 1}" if times.phase == COMPUTE else f"{times.phase}, in step {times.steps + 1}"
 
 
 def _described(position: LastPosition) -> str:
@@ -231,11 +242,3 @@ def _traceback(calls: Sequence[Call]) -> list[str]:
 
 def _has_position(events: EventFile) -> bool:
     return events.header.get("why") != START
-
-
-def _runs_here(header: Mapping[str, Any]) -> bool:
-    """Whether the process of a worker, and not a later one with its number, runs on this host."""
-    pid, start = header.get("pid"), header.get("process_start")
-    if not isinstance(pid, int) or start is None or header.get("host") != socket.gethostname():
-        return False
-    return bool(process_start(pid) == start)

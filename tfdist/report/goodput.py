@@ -27,7 +27,7 @@ from tfdist.events.phase_names import (
 from tfdist.events.time_record import BEGINNING, UNDECIDED, TimeRecord
 
 LOST, RESTART, AGAIN = "lost", "restart", "repeated start-up"
-UNRECORDED, REST = "not recorded", "rest"
+UNFINISHED, UNRECORDED, REST = "unfinished step", "not recorded", "rest"
 
 PARTS = {
     COMPUTE: "training steps: computation",
@@ -44,6 +44,7 @@ PARTS = {
     AGAIN: "start-up, tracing and restoring after restarts",
     RESTORE: "restoring a backup at the start",
     OUTSIDE: "the script outside of Keras' calls",
+    UNFINISHED: "the training step that has not ended yet",
     UNRECORDED: "not recorded",
     REST: "rest",
 }
@@ -200,7 +201,8 @@ def _parts_of(each: WorkerAttempt, origin: tuple[int, int] | None, *, is_first: 
     spent[START] += max(record.start - each.start, 0.0)
     until = min(max(each.failed_at or 0.0, record.time), end) if has_failed else end
     if until > record.time:
-        spent[record.phase] += until - record.time
+        goes_on = each.outcome == _GOES_ON and record.phase == COMPUTE  # Its parts are only known at its end.
+        _add(spent, {UNFINISHED if goes_on else record.phase: until - record.time})
     spent[RESTART] = max(end - until, 0.0)
     if origin is not None:
         _move_lost(spent, record, origin)

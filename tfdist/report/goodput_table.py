@@ -28,7 +28,8 @@ def _worker_attempt(number: int, worker: int, files: WorkerFiles) -> WorkerAttem
     if not isinstance(start, int | float):
         return None
     if not isinstance(seconds, int | float):  # The attempt goes on, or its supervisor was killed.
-        seconds = max(record.time - start, 0.0) if record else 0.0
+        end = files.seen or (record.time if record else start)
+        seconds = max(end - start, 0.0)
     failed_at = failure.get("time") if isinstance(failure, dict) else None
     committed = told.get("committed")
     return WorkerAttempt(

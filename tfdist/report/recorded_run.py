@@ -7,9 +7,12 @@ import dataclasses
 import json
 import pathlib
 import re
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import EventFile, read_events
 from tfdist.events.straggler_file import StragglerRecord, read_records
 from tfdist.events.time_record import TimeRecord, read_time_record
@@ -33,6 +36,7 @@ class WorkerFiles:
       times: Its seconds by phase; `None` if it wrote none.
       attempt: The entry of the attempt in the list of its supervisor; empty if there is none.
       telemetry: Path of its figures; `None` without `tfdist.callbacks.Telemetry`. Only the page reads them.
+      seen: When its process was seen to run on this host, in seconds since the epoch; `None` if it does not.
     """
 
     failure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -41,6 +45,7 @@ class WorkerFiles:
     times: TimeRecord | None = None
     attempt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     telemetry: pathlib.Path | None = None
+    seen: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +85,8 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
     for each in folders:
         files = RunFiles(each)
         summary, run = _json(files.summary, problems), _json(files.outcome, problems)
-        if told := {**summary, **run}:
-            summaries.append(told)
+        if merged := {**summary, **run}:
+            summaries.append(merged)
         for number in _attempts_in(each):
             told = attempt_in(run, number) or attempt_in(summary, number) or {}
             attempts.setdefault(number, {}).update(_workers_of(files, number, told, problems))
@@ -141,15 +146,25 @@ def _workers_of(
     found = {}
     for worker in sorted({int(match[1]) for match in matches if match}):
         log, telemetry = files.attempt(number) / f"worker-{worker}.log", files.telemetry(number, worker)
+        events = _events(files.events(number, worker), problems)
         found[worker] = WorkerFiles(
             _json(files.report(number, worker), problems),
-            _events(files.events(number, worker), problems),
+            events,
             str(log) if log.exists() else None,
             _times(files.times(number, worker), problems),
             attempt,
             telemetry if telemetry.exists() else None,
+            time.time() if events and _runs_here(events.header) else None,
         )
     return found
+
+
+def _runs_here(header: Mapping[str, Any]) -> bool:
+    """Whether the process of a worker, and not a later one with its number, runs on this host."""
+    pid, start = header.get("pid"), header.get("process_start")
+    if not isinstance(pid, int) or start is None or header.get("host") != socket.gethostname():
+        return False
+    return bool(process_start(pid) == start)
 
 
 def _json(path: pathlib.Path, problems: list[str]) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from tfdist.events.phase_names import (
     VALIDATION,
 )
 from tfdist.readable_numbers import duration, percent, rounded, size, step_time
-from tfdist.report.goodput import AGAIN, LOST, PARTS, REST, RESTART, UNRECORDED
+from tfdist.report.goodput import AGAIN, LOST, PARTS, REST, RESTART, UNFINISHED, UNRECORDED
 from tfdist.report.html_markup import Child, Markup, element, paragraph, table
 from tfdist.report.report_figures import RunFigures
 from tfdist.report.training_speed import StepSpeed, combined
@@ -35,7 +35,7 @@ _GROUPS = {
     "first start-up, tracing, restoring": ("c5", (START, BUILDING, TRACING, RESTORE)),
     "lost work (striped)": ("c7 lost", (LOST,)),
     "restarts, with start-up and tracing (striped)": ("c8 lost", (RESTART, AGAIN)),
-    "not recorded": ("c6", (UNRECORDED, REST)),
+    "not recorded": ("c6", (UNFINISHED, UNRECORDED, REST)),
 }
 """Groups of the parts of the time, which have a color each."""
 
