@@ -145,6 +145,8 @@ def test_the_line_for_a_log_has_the_step_and_the_rate_or_what_the_last_worker_do
     assert progress_line(rows) == "step 1200, 3.14 steps/s, 2 workers"
     late = row(1, "start-up 40 s", step=0, urgency=2, rate=None)
     assert progress_line([rows[0], late]) == "step 0, worker 1: start-up 40 s, 2 workers"
+    stuck = [row(worker, "in a step 70 s", urgency=2, rate=None) for worker in range(2)]
+    assert progress_line(stuck) == "step 100, in a step 70 s, 2 workers"
     assert progress_line([row(0, "running", step=None)]) is None
 
 

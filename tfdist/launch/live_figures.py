@@ -172,5 +172,7 @@ def progress_line(rows: Sequence[WorkerRow]) -> str | None:
     step = min(row.step or 0 for row in known)
     rates = [row.steps_per_second for row in known if row.steps_per_second is not None]
     last = min(known, key=lambda row: (row.urgency, row.step or 0))
-    what = f"{min(rates):.3g} steps/s" if rates and last.is_calm else f"worker {last.worker}: {last.state}"
+    are_alike = len(known) > 1 and len({row.state.partition(" ")[0] for row in known}) == 1
+    state = last.state if are_alike else f"worker {last.worker}: {last.state}"  # All wait if one of them hangs.
+    what = f"{min(rates):.3g} steps/s" if rates and last.is_calm else state
     return f"step {step}, {what}, {counted(len(rows), 'worker')}"
