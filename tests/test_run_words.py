@@ -34,7 +34,11 @@ def test_a_duration_is_shown_in_readable_units(seconds, text):
         ("done", 0, "done in 72 s, 1 attempt"),
         ("failed", 1, "failed after 72 s, 1 attempt"),
         ("preempted", PREEMPTED, "gave up after 72 s, 1 attempt, the last ones without a commit"),
-        ("stopped", PREEMPTED, "saved and stopped after 72 s, 1 attempt; start the same command again to continue"),
+        (
+            "stopped",
+            PREEMPTED,
+            "stopped after 72 s, 1 attempt; start the same command again to continue from the newest backup",
+        ),
         ("stopped", 130, "stopped without saving after 72 s, 1 attempt"),
     ],
 )

@@ -23,7 +23,7 @@ def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) ->
         return f"gave up after {took}, the last ones without a commit"
     if outcome == "stopped":
         if exit_code == PREEMPTED:
-            return f"saved and stopped after {took}; start the same command again to continue"
+            return f"stopped after {took}; start the same command again to continue from the newest backup"
         return f"stopped without saving after {took}"
     return f"failed after {took}"
 
