@@ -51,6 +51,10 @@ QUOTED = [
     ),
     in_map,
     lambda text: (
+        "{{function_node __wrapped__IteratorGetNext}} Error in user-defined function passed to MapDataset:4 "
+        f"transformation with iterator: Iterator::Root::Prefetch::Shard::Rebatch::Map: {text} [Op:IteratorGetNext]"
+    ),
+    lambda text: (
         "Graph execution error:\n\n2 root error(s) found.\n  (0) CANCELLED:  Function was cancelled\n"
         f"  (1) UNKNOWN:  {text}\n0 successful operations."
     ),

@@ -98,7 +98,10 @@ _SYNTAX_ERROR = re.compile(
     r'^  File ".*", line \d+\n(?:    .*\n)*(?P<name>(?:Syntax|Indentation|Tab)Error): (?P<text>.*)\Z', re.MULTILINE
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_FRAMING = re.compile(r"^\{\{function_node .*?\}\} |^\(\d+\) [A-Z_]+: +| \[Op:[^\]]*\](?: name:.*)?$")
+_FRAMING = re.compile(
+    r"^\{\{function_node .*?\}\} |^Error in user-defined function passed to \S+ transformation with iterator: \S+: |"
+    r"^\(\d+\) [A-Z_]+: +| \[Op:[^\]]*\](?: name:.*)?$"
+)
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(pathlib.Path(__file__).parent)}
