@@ -92,6 +92,11 @@ def test_a_restore_tells_where_training_continues(epoch, batch, text):
     assert resume_message(checkpoint, 0, 5, 0, is_done_before=False) == f"Restored /b/step-9: {text}"
 
 
+def test_a_stalled_worker_is_not_said_to_be_its_own_cause():
+    assert failed("stall", message="No progress", suspect=1).describe() == "worker 1 ended by stall: No progress"
+    assert "stall, probably because of worker 0: No" in failed("stall", message="No progress", suspect=0).describe()
+
+
 CRASH = "Fatal Python error: Segmentation fault\n\nThread 0x1"
 
 

@@ -154,7 +154,7 @@ class Failure:
             return f"worker {self.worker} was done, but another worker had failed"
         if self.signal:
             return f"worker {self.worker} was killed by {self.signal}"
-        because = "" if self.suspect is None else f", probably because of worker {self.suspect}"
+        because = "" if self.suspect in (None, self.worker) else f", probably because of worker {self.suspect}"
         return f"worker {self.worker} ended by {self.kind}{because}: {self.message or describe_exit(self.exit_code)}"
 
 
