@@ -97,7 +97,7 @@ def beside_progress(text, *printed):
 def is_alive(pid):
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # The process may end while the file is open.
         return False
 
 

@@ -464,8 +464,11 @@ def test_a_healthy_wait_asks_for_positions_once_before_each_warning():
 
 
 def test_positions_are_asked_for_at_the_end_of_the_program_too(monkeypatch):
-    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # Python waits for the threads of pools then.
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
     dog = Exchanging().dog
+    monkeypatch.setattr("threading.Thread.start", refuse)  # As Python 3.12 does then.
     dog._board.words[dog._subject] = {"step": 4}
     assert dog._listen() == {worker: {"step": 4} for worker in range(3)}
 

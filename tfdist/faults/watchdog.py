@@ -469,7 +469,7 @@ class Watchdog:
         return {**positions, self._board.worker: self._position}
 
     def _listen(self) -> dict[int, Any]:
-        """Returns each worker's words. Works at the end of the program too, when `ThreadPoolExecutor` refuses work."""
+        """Returns each worker's words. Works at the end of the program too, when Python may refuse new threads."""
         heard = dict.fromkeys(range(self._board.workers))
 
         def hear(workers: range) -> None:
@@ -477,9 +477,15 @@ class Watchdog:
                 heard[worker] = self._hear(worker)
 
         parts = [range(first, len(heard), _LISTENERS) for first in range(min(_LISTENERS, len(heard)))]
-        threads = [threading.Thread(target=hear, args=[part], daemon=True) for part in parts]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for part in parts:
+            thread = threading.Thread(target=hear, args=[part], daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # Python 3.12, at the end of the program.
+                hear(part)
+            else:
+                threads.append(thread)
         for thread in threads:
             thread.join()
         return heard
