@@ -163,9 +163,8 @@ class _Weigh:
         if step is None or step.share is None:
             return loss
         step.mark(step_clock.LOSS, loss)
-        with tf.control_dependencies(step.mark(step_clock.SHARE, step.share)):
-            share = tf.identity(step.share)
-        return loss * tf.cast(share, loss.dtype) if step.weights_loss else loss
+        step.mark(step_clock.SHARE, step.share)
+        return loss * tf.cast(step.share, loss.dtype) if step.weights_loss else loss
 
     def apply(self, grads, trainable_variables=None, *args, **kwargs):
         step, grads = current_step(), list(grads)

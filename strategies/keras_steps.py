@@ -134,19 +134,12 @@ def on_the_only(called, reports):
         if name != "train_step":
             clock.evaluates(data)
             return fn(data)
-        if clock.is_on_gpu:
-            with steps.running(None):
-                logs = clock.run_ahead(fn, data)
-        else:
-            data = clock.begin(data)
-            with steps.running(None) as step, optimizers.viewed_optimizers(model, optimizers.noting):
-                step.clock = clock
-                logs = fn(data)
-            clock.mark(GRADIENTS, logs)  # Marks again: marks of one clock run in order, so this mark is the last.
-        rows = row_count.count_rows(data)
-        with tf.device(clock.host):  # On a GPU the report would have to be copied from there.
-            report = reports.of_replica(clock, 0, rows)
-        reports.tell(0, report, model)
+        data = clock.begin(data)
+        with steps.running(None) as step, optimizers.viewed_optimizers(model, optimizers.noting):
+            step.clock = clock
+            logs = fn(data)
+        clock.mark(GRADIENTS, logs)  # Marks again: marks of one clock run in order, so this mark is the last.
+        reports.tell(0, reports.of_replica(clock, 0, row_count.count_rows(data)), model)
         return logs
 
     return on_replica

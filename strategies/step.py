@@ -126,18 +126,13 @@ class Step:
         tensors = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
         return [tensor for tensor in tensors if getattr(tensor, "graph", None) is self._graph]
 
-    def mark(self, moment: int, after: Any) -> list[tf.Tensor]:
-        """Notes, for the step's report, when the tensors in `after` are computed; only the first call counts.
-
-        Returns:
-          On a GPU, the tensor that exists once the time is noted. Kernels that are launched before may delay it.
-        """
-        if self.clock is None or moment in self.observed.moments:
-            return []
-        self.observed.moments.add(moment)
-        note = self.clock.known if moment == SHARE else self.clock.mark
-        noted = note(moment, after)
-        return [noted] if self.clock.is_on_gpu else []
+    def mark(self, moment: int, after: Any) -> None:
+        """Notes, for the step's report, when the tensors in `after` are computed; only the first call counts."""
+        if self.clock is not None and moment not in self.observed.moments:
+            self.observed.moments.add(moment)
+            # The share comes from the host. A copy from a GPU would wait for the kernels of the forward pass.
+            note = self.clock.known if moment == SHARE else self.clock.mark
+            note(moment, after)
 
     @contextmanager
     def losses_kept(self) -> Iterator[None]:

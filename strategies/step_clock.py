@@ -28,48 +28,18 @@ class Clock:
     """Times of moments of a replica's current step, such as the arrival of data, in seconds since the epoch."""
 
     def __init__(self, device: str):
-        self._device, self.host = device, host_of(device)
-        self.is_on_gpu = "GPU" in device
-        with tf.device(self.host):
+        self._device, self._host = device, host_of(device)
+        with tf.device(self._host):
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
-        with tf.device(device):
-            self._result = tf.Variable(0.0, trainable=False)  # A number that the newest step has computed.
 
     def begin(self, data: Any) -> Any:
-        """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that."""
-        noted = self._note(BEGIN, [], sizes) if (sizes := self._sizes(data)) else self.known(BEGIN, data)
+        """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that.
+
+        Does not wait for a GPU, which may still update weights for the last step. So it does not pause between steps.
+        """
+        noted = self.known(BEGIN, data)
         with tf.control_dependencies([noted]):
             return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
-
-    def run_ahead(self, step: Callable[[Any], Any], data: Any) -> Any:
-        """Runs a training step on a GPU, and notes as GRADIENTS when the GPU has computed the step before.
-
-        TensorFlow launches kernels ahead of their computation. A wait for this step's results would leave the GPU
-        without work until the next step begins. A copy between host and GPU waits too, since TensorFlow lets it wait
-        for all kernels that the GPU has been given. So the only copy here is made before the kernels of this step.
-        `step_phases.in_step_order` has the order of the moments.
-        """
-        self.mark(GRADIENTS, self._result.read_value())
-        self._note(BEGIN, [], self._sizes(data))
-        results = step(data)
-        numbers = [leaf for leaf in _tensors_of(results) if leaf.dtype.is_floating]
-        with tf.device(self._device):
-            for number in numbers[:1]:
-                self._result.assign(tf.cast(tf.reshape(number, [-1])[0], tf.float32))
-        return results
-
-    def _sizes(self, data: Any) -> list[tf.Tensor]:
-        """Returns a size that the host knows once a batch is on the GPU; none if all sizes are static.
-
-        Shapes of tensors on a GPU are in the memory of the host. Waiting for the tensors would wait for the GPU too.
-        """
-        leaves = [leaf for leaf in _tensors_of(data) if not leaf.shape.is_fully_defined()]
-        if not self.is_on_gpu or not leaves:
-            return []
-        with tf.device(self._device):
-            shape = tf.shape(leaves[0])
-        with tf.device(self.host):
-            return [tf.reduce_prod(shape)]
 
     def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
         """Notes the time when the device has computed the tensors in `after`.
@@ -86,12 +56,12 @@ class Clock:
 
         This suits tensors that come from the host, such as a batch or the result of an exchange.
         """
-        if not self.is_on_gpu:
+        if "GPU" not in self._device:
             return self.mark(moment, after)
         return self._note(moment, _tensors_of(after), [])  # A copy of a number would wait for the GPU.
 
     def _note(self, moment: int, after: Sequence[tf.Tensor], numbers: Sequence[tf.Tensor]) -> tf.Tensor:
-        with tf.device(self.host):
+        with tf.device(self._host):
             seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
             # Made before the block below, where the constant would take the control dependencies and be folded away.
             which = tf.constant([moment, _SEEN])
@@ -138,7 +108,7 @@ class Clock:
 
     def cycle_seconds(self) -> tf.Tensor:
         """Returns the seconds since the last gradient of the step before, float32 []. Called once in a step."""
-        with tf.device(self.host):
+        with tf.device(self._host):
             times = self.times.read_value()
             now, before = times[GRADIENTS], times[_COMPUTED_BEFORE]
             tf.raw_ops.ResourceScatterUpdate(resource=self.times.handle, indices=_COMPUTED_BEFORE, updates=now)
@@ -149,7 +119,7 @@ class Clock:
 
         Notes the end of the step afterwards.
         """
-        with tf.device(self.host):
+        with tf.device(self._host):
             call(self.times.handle, value)
 
 

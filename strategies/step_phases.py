@@ -57,27 +57,6 @@ class StepPhases:
         return self.outside + self.input + self.compute + self.exchange
 
 
-def in_step_order(step: StepMoments, returned: float) -> StepMoments:
-    """Puts the moments of a step that runs ahead of a GPU into the order of other steps, so that `divide` applies.
-
-        END ─ kernels run ─ returned ── callbacks ── ASKED ─ kernels run ─ GRADIENTS ─ BEGIN ─ launch of kernels ─ END
-               compute                   outside              compute                input         compute
-
-    In the result the time outside comes first, then the input, then all computation.
-
-    Args:
-      step: The moments. GRADIENTS tells when the GPU has computed the step before.
-      returned: When TensorFlow has returned to Python last. Earlier than the end of the step before if TensorFlow runs
-        several steps in one call.
-    """
-    since = step.ended_before
-    if not since <= step.asked <= step.gradients <= step.begin:
-        return dataclasses.replace(step, agrees=0.0, loss=0.0, share=0.0, gradients=step.end)
-    asked = since + (step.asked - returned if since <= returned <= step.asked else 0.0)
-    begin = asked + step.begin - step.gradients
-    return dataclasses.replace(step, asked=asked, agrees=0.0, begin=begin, loss=0.0, share=0.0, gradients=step.end)
-
-
 def divide(step: StepMoments) -> StepPhases:
     """Returns the phases of a step. A moment that did not come in this step takes no time.
 

@@ -7,7 +7,6 @@ A report travels in the exchange of statistics and logs that a step makes anyway
 
 A replica waits for other replicas between LOSS and SHARE, and after GRADIENTS. The rest from BEGIN on is its own
 computation. From END to the next BEGIN its process runs callbacks and reads data, and other replicas wait for that too.
-A single replica on a GPU notes other moments; see `step_phases.in_step_order`.
 """
 
 import contextlib
@@ -34,13 +33,12 @@ from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
 from tfdist.strategies.step_clock import AGREES, ASKED, END, EVALUATED, TESTED, Clock, in_order
-from tfdist.strategies.step_phases import StepMoments, StepPhases, divide, in_step_order
+from tfdist.strategies.step_phases import StepMoments, StepPhases, divide
 
 _NAMED = 4  # Largest number of replicas that a warning names.
 _READ = 3  # Numbers about the input of a worker: the pass, a checksum, and the learning rate.
 _LINK_NUMBERS = 4  # Numbers about a worker's links: receiver of the slowest, its rate, rate of the others, its seconds.
 _OF_JOB = 2  # Numbers about the whole job, for several workers: time of the step on the chief, workers that traced.
-_COMPUTE, _WAITED = 1, 3  # Places of times in the report of a single replica.
 _NO_LINK = -1  # In place of that receiver: no link is known to limit exchanges.
 _NOTED = 64  # Largest number of replicas whose rows and times an event has.
 
@@ -124,7 +122,6 @@ class StepReports:
             self._links = tf.Variable(tf.zeros([_LINK_NUMBERS]), trainable=False)
             self._traced = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
-        self._runs_ahead = num_replicas == 1 and self._clocks[0].is_on_gpu
         recorder.begin()
         recorder.add_state(self._state)
 
@@ -254,8 +251,9 @@ class StepReports:
         if self._phases is None:
             times = self._moments.tolist()
             begin, loss, share, gradients, ended_before = times[: END + 1]
-            moments = StepMoments(ended_before, times[ASKED], times[AGREES], begin, loss, share, gradients, time.time())
-            self._phases = divide(in_step_order(moments, self.activity.returned) if self._runs_ahead else moments)
+            self._phases = divide(
+                StepMoments(ended_before, times[ASKED], times[AGREES], begin, loss, share, gradients, time.time())
+            )
         return self._phases
 
     def clock(self, local: int) -> Clock:
@@ -317,10 +315,6 @@ class StepReports:
     def _take(self, model: weakref.ref, totals: np.ndarray, moments: np.ndarray) -> None:
         trained = model()
         self._trained, self._moments, self._phases = model, moments, None
-        if self._runs_ahead:
-            phases = self.phases()
-            totals = totals.copy()
-            totals[_COMPUTE : _WAITED + 1] = phases.compute, phases.compute, phases.input
         self._count_phases()
         self.activity.stepped()
         self._tell_of_trace(False)

@@ -20,7 +20,7 @@ import telemetry_checks
 import tfdist
 from launched import eventually
 from tfdist.errors import ClusterError
-from tfdist.strategies.step_phases import StepMoments, divide, in_step_order
+from tfdist.strategies.step_phases import StepMoments, divide
 from tfdist.strategies.step_report import StepReport
 from tfdist.telemetry import step_tally
 from tfdist.telemetry.json_lines_sink import JsonLinesSink
@@ -84,26 +84,6 @@ def test_the_phases_of_a_step_sum_to_its_time(given, outside, input_, compute, e
     assert (phases.outside, phases.input, phases.compute, phases.exchange) == (outside, input_, compute, exchange)
     if step.ended_before:
         assert phases.seconds == step.end - step.ended_before
-
-
-@pytest.mark.parametrize(
-    ("given", "outside", "input_", "compute"),
-    [
-        ({}, 1, 2, 12),  # In callbacks from 10.5 to 11.5.
-        ({"returned": 8}, 0, 2, 13),  # Several steps in one call.
-        ({"asked": 0}, 12, 0, 3),
-        ({"gradients": 11}, 1.5, 10.5, 3),  # Noted in another step.
-        ({"begin": 20}, 1, 0, 14),
-        ({"ended_before": 0, "asked": 0, "gradients": 0}, 0, 0, 3),
-    ],
-)
-def test_a_step_that_runs_ahead_of_a_gpu_counts_the_wait_for_the_step_before_as_computation(
-    given, outside, input_, compute
-):
-    told = {"returned": 10.5, "ended_before": 10, "asked": 11.5, "gradients": 20, "begin": 22, "end": 25, **given}
-    returned = told.pop("returned")
-    phases = divide(in_step_order(moments(**told), returned))
-    assert (phases.outside, phases.input, phases.compute, phases.exchange) == (outside, input_, compute, 0)
 
 
 def test_pauses_are_taken_out_of_the_time_of_callbacks():

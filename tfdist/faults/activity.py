@@ -112,13 +112,11 @@ class Activity:
       begun: How many calls have begun.
       step_seconds: For each finished training step of an outermost call, its duration and whether it was the first
         step of the call. The watchdog removes the entries that it has read.
-      returned: Time when TensorFlow has returned from steps of training to Python, in seconds since the epoch.
       explain: Returns the error of a call after its collective has failed, if the reason is known.
     """
 
     def __init__(self) -> None:
         self.begun = 0
-        self.returned = 0.0
         self.step_seconds: collections.deque[tuple[float, bool]] = collections.deque(maxlen=_REMEMBERED)
         self.explain: Callable[[Call, Exception], str | None] = lambda call, error: None
         self._calls: list[Call] = []
@@ -209,7 +207,6 @@ class Activity:
         finally:
             call.execution, call.phase = None, CALLBACK
             call.executions += 1
-            self.returned = time.time() if kind == TRAIN else self.returned
             EVENTS.note("run", since=since, call=call.name, function=kind, error=error)
             if ends:
                 self._calls = [each for each in self._calls if each is not call]
