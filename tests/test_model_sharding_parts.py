@@ -138,7 +138,12 @@ def test_devices_of_a_worker_sum_first():
 
 
 def encoded(codec, collectives_of, ranks, steps):
-    """Exchanges encoded gradients for some steps. Returns each rank's joined sums and its states, for whole tensors."""
+    """Exchanges encoded gradients for some steps.
+
+    Returns:
+      For each rank: the joined sums; its states, for whole tensors; its part of a state that was spread, for whole
+      tensors; and the sum over its part of states of ones, with their padding.
+    """
     partitions = [Partition.of(shape, ranks) for shape in SHAPES]
 
     def run(transport, rank):
@@ -156,7 +161,13 @@ def encoded(codec, collectives_of, ranks, steps):
             sums = [total + new for total, new in zip(sums, buckets.separate_tensors(rows), strict=True)]
         total = [[random(shape, seed).numpy() for seed, shape in enumerate(SHAPES)]] * codec.states
         again = group.pending(group.spread(total, replica, collectives), replica, collectives)
-        return sums, group.pending(states, replica, collectives), again
+        ones = group.spread([[np.ones(shape, np.float32) for shape in SHAPES]] * codec.states, replica, collectives)
+        return (
+            sums,
+            group.pending(states, replica, collectives),
+            again,
+            sum(float(tf.reduce_sum(each)) for each in ones),
+        )
 
     return run_ranks(ranks, run)
 
@@ -180,9 +191,11 @@ def test_encoded_parts_and_residuals_add_up_to_the_gradients(name, ranks, device
     everyone = encoded(codec, collectives_of, ranks, steps)
     for place, shape in enumerate(SHAPES):
         exact = sum(random(shape, 100 * rank + 1000 * step + place) for rank in range(ranks) for step in range(steps))
-        kept = sum(pending[-1][place] for _, pending, _ in everyone) if codec.states else 0
+        kept = sum(pending[-1][place] for _, pending, _, _ in everyone) if codec.states else 0
         tolerance = 1e-4 if codec.states else 8e-2
         np.testing.assert_allclose(everyone[0][0][place] + kept, exact, rtol=tolerance, atol=tolerance)
         if codec.states:  # What is spread over all replicas adds up again.
-            spread = sum(again[-1][place] for _, _, again in everyone)
+            spread = sum(again[-1][place] for _, _, again, _ in everyone)
             np.testing.assert_allclose(spread, random(shape, place), rtol=1e-4, atol=1e-5)
+    elements = sum(int(np.prod(shape)) for shape in SHAPES)  # Padding has no residuals.
+    assert sum(ones for *_, ones in everyone) == pytest.approx(codec.states * elements, rel=1e-5)

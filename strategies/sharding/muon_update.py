@@ -35,8 +35,8 @@ class MuonInParts:
     """Mixin for views of `Muon`: gathers the momentum of a matrix, of which each replica has computed its part.
 
     The gathered momentum travels in place of the weight, which every replica then updates whole. So a step exchanges as
-    many bytes as without sharding, and the update has the same bits. Of a weight that is divided itself, a replica
-    assigns its part; see `MatrixPart`.
+    many bytes as without sharding, and the update has the same bits. If the weight itself is divided, a replica assigns
+    its part; see `MatrixPart`.
     """
 
     def update_step(self, gradient, variable, learning_rate):

@@ -102,11 +102,12 @@ class PartCodecGroup:
     def spread(self, kinds, replica: int, collectives: Collectives):
         """Inverse of `pending`. Returns codec states such that `pending` of all replicas sums to `kinds`."""
         joined = [self._buckets.join_tensors([tf.constant(array) for array in arrays]) for arrays in kinds]
-        return [
-            self._own_rows(kind[bucket], replica, collectives) / collectives.ranks
-            for bucket in range(len(self._buckets.columns))
-            for kind in joined
-        ]
+        states = []
+        for bucket in range(len(self._buckets.columns)):
+            # Values that the buckets repeat in their padding are no residuals.
+            mask = 1.0 if self.codec.keeps_zeros else self._buckets.mask(bucket)
+            states += [self._own_rows(kind[bucket] * mask, replica, collectives) / collectives.ranks for kind in joined]
+        return states
 
     def _own(self, replica: int, collectives: Collectives) -> slice:
         """Returns the rows of a bucket that a replica sends to other workers: all, unless devices sum first."""

@@ -128,7 +128,7 @@ class ShardedUpdate:
             )
 
     def _states_beside(self, parts: Sequence[WeightPart]) -> list[tuple[Any, Ownership]]:
-        """Returns the states of owned weights that every replica has, such as Adafactor's rows, with their owners."""
+        """Returns the states of owned weights that every replica has, with their owners."""
         found = []
         for part in parts:
             if isinstance(part.partition, Ownership):

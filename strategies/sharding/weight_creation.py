@@ -56,7 +56,7 @@ def make_sharded_weight(next_creator: Any, kwargs: Mapping[str, Any], partition:
 def _is_overwritten(made: keras.Variable, maker: Any, shape: tuple[int, ...]) -> bool:
     """Whether each step overwrites a weight: a float8 layer keeps the largest numbers of past steps, for its scales.
 
-    Keras says so once the variable exists, which is before its value only if that is made late.
+    Keras sets `overwrite_with_gradient` after it has made the variable. If it makes the value at once, the shape tells.
     """
     history = getattr(getattr(maker, "dtype_policy", None), "amax_history_length", None)
     return getattr(made, "overwrite_with_gradient", False) or shape == (history,)

@@ -281,7 +281,7 @@ def states_of_weight(optimizer: Any, variable: Any) -> list[keras.Variable]:
 
     It keeps them in lists in the order of its weights; Muon of Keras 3.12 in dicts by the paths of weights.
 
-    Without it: the state of an optimizer is right on the replica that updates a weight only.
+    Without it: state of a weight that one replica updates would be correct on this replica only.
     """
     try:
         place = optimizer._get_variable_index(variable)
