@@ -78,9 +78,9 @@ class CompressionState(tf.Module):
         tf.train.Checkpoint(communication=strategy.communication).write(f"state-{worker}")
 
     Memory: see `memory_bytes`. Error feedback keeps a float32 copy of the compressed gradients per replica and, from
-    three workers on, one more copy divided by the number of workers. It is freed with the optimizer. If an optimizer
-    gets other variables, as after freezing layers, they get a new exchange. The residuals of the old exchange stay, and
-    are sent once the optimizer gets the old variables again.
+    three workers on, one more copy divided by the number of workers, unless `model_sharding` divides the gradients.
+    Both are freed with the optimizer. If an optimizer gets other variables, as after freezing layers, they get a new
+    exchange. The residuals of the old exchange stay, and are sent once the optimizer gets the old variables again.
 
     A checkpoint only fits the same worker, the same number of workers and devices, and the same compressed gradients.
     Otherwise `restore` or the first step raises a ValueError, since residuals would be lost. To continue with another

@@ -19,8 +19,6 @@ from tfdist.strategies.memory_table import memory_table
 from tfdist.strategies.sharding.elementwise import is_factored, keeps_parts
 from tfdist.strategies.sharding.sharded_state import is_accumulator
 
-_MIN_RESIDUAL_WORKERS = 3  # From this number of replicas on, error feedback keeps a part for the second encoding.
-
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
@@ -116,7 +114,7 @@ def _shapes_of(model: Any, policy: Any, replicas: int) -> ModelShapes:
     sparse = {id(each) for each in _embedding_tables(model)}  # Their gradients are sparse, without residuals.
     weights = []
     for variable in model.trainable_variables:
-        residual = 0 if id(variable) in sparse else _residual_bytes(variable, policy, replicas)
+        residual = 0 if id(variable) in sparse else _residual_bytes(variable, policy)
         weights.append(_weight(variable, optimizers, residual, known))
     rest = [each for optimizer in optimizers for each in optimizer.variables if id(each) not in known]
     unique = {id(each): each for each in rest}.values()
@@ -147,15 +145,13 @@ def _embedding_tables(model: keras.Model) -> list[Any]:
     return [variable for layer in layers for variable in layer.trainable_variables]
 
 
-def _residual_bytes(variable: Any, policy: Any, replicas: int) -> int:
-    """Returns the bytes of float32 numbers that error feedback keeps for a weight."""
+def _residual_bytes(variable: Any, policy: Any) -> int:
+    """Returns the bytes of float32 numbers that error feedback keeps for the gradient of a weight."""
     shape, dtype = tf.TensorShape(variable.shape), tf.as_dtype(variable.dtype)
     codec = None if policy is None else from_name(policy(shape, dtype, variable.path))
     if codec is None or not codec.error_feedback:
         return 0
-    elements = shape.num_elements()
-    of_second = -(-elements // replicas) if replicas >= _MIN_RESIDUAL_WORKERS else 0
-    return 4 * (elements + of_second)
+    return 4 * int(shape.num_elements())
 
 
 def _shape(variable: Any) -> TensorShape:

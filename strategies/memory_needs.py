@@ -9,6 +9,10 @@ from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.step_gathers import AHEAD_BYTES
 from tfdist.strategies.sharding.weight_creation import FEWEST_ELEMENTS
 
+_FEWEST_ENCODED_SUMS = (
+    3  # From this number of replicas on, the sums of gradients are encoded too, with a residual each.
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorShape:
@@ -29,11 +33,11 @@ class TrainedWeight:
 
     Attributes:
       value: The weight.
-      states: The optimizer's state with the shape of the weight, such as Adam's two momenta.
+      states: The optimizer's state for the weight, such as Adam's two momenta.
       is_elementwise: Whether each replica can keep any part of the state.
       needs_whole: Whether the optimizer updates whole weights only, so that the weight cannot be divided.
       accumulators: Gradients that `gradient_accumulation_steps` adds up.
-      residual_bytes: Bytes that compression keeps for the weight between steps.
+      residual_bytes: Bytes that compression keeps for the replica's own gradient of the weight between steps.
     """
 
     value: TensorShape
@@ -91,12 +95,14 @@ class MemoryNeed:
 
 def needs_of(model: ModelShapes, replicas: int) -> dict[str | None, MemoryNeed]:
     """Returns the memory of each replica, by the value of `model_sharding`. One replica shards nothing."""
-    whole = _whole(model, exchanges=replicas > 1)
+    whole = _whole(model, replicas)
     if replicas == 1:
         return {None: whole}
     sharded = dataclasses.replace(
         whole,
         optimizer_state=_sharded_state(model, replicas) + _bytes(model.other_state),
+        # A replica encodes no sum of a gradient of which it needs only its part.
+        residuals=sum(_residuals(each, 1 if each.is_elementwise else replicas) for each in model.weights),
         # Sums of parts exist beside the gradients. Gathered weights take the memory of the gradients afterwards.
         exchange=_part_bytes((each.value for each in model.weights), replicas),
     )
@@ -117,7 +123,8 @@ def _with_parts_of_weights(model: ModelShapes, sharded: MemoryNeed, replicas: in
     return dataclasses.replace(sharded, weights=parts, gradients=parts, exchange=exchange)
 
 
-def _whole(model: ModelShapes, *, exchanges: bool) -> MemoryNeed:
+def _whole(model: ModelShapes, replicas: int) -> MemoryNeed:
+    exchanges = replicas > 1
     weights = _bytes(each.value for each in model.weights)
     return MemoryNeed(
         weights=weights,
@@ -125,9 +132,15 @@ def _whole(model: ModelShapes, *, exchanges: bool) -> MemoryNeed:
         exchange=weights if exchanges else 0,
         optimizer_state=_bytes(state for each in model.weights for state in each.states) + _bytes(model.other_state),
         accumulated_gradients=_bytes(each for weight in model.weights for each in weight.accumulators),
-        residuals=sum(each.residual_bytes for each in model.weights) if exchanges else 0,
+        residuals=sum(_residuals(each, replicas) for each in model.weights) if exchanges else 0,
         other=_bytes(model.other),
     )
+
+
+def _residuals(weight: TrainedWeight, parts: int) -> int:
+    """Returns the bytes of residuals for a weight whose summed gradient is encoded in `parts`, one on each replica."""
+    of_sum = -(-weight.residual_bytes // parts) if parts >= _FEWEST_ENCODED_SUMS else 0
+    return weight.residual_bytes + of_sum
 
 
 def _sharded_state(model: ModelShapes, replicas: int) -> int:
