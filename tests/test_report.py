@@ -299,7 +299,7 @@ def test_a_running_worker_that_does_one_step_for_long_is_told_and_the_time_is_th
     out = reported()[1]
     assert re.search(r"runs as process \d+ on .*, for 4\d s in step 41; `kill -USR2", out), out
     assert re.search(r"goodput 3\d.\d%: .* in 6\d s\n", out), out
-    assert re.search(r"the training step that has not ended yet +4\d s", out), out
+    assert re.search(r"a step or callback that has not ended yet +4\d s", out), out
 
 
 def test_events_from_before_the_failure_tell_nothing_of_it(tmp_path, reported):

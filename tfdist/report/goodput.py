@@ -44,7 +44,7 @@ PARTS = {
     AGAIN: "start-up, tracing and restoring after restarts",
     RESTORE: "restoring a backup at the start",
     OUTSIDE: "the script outside of Keras' calls",
-    UNFINISHED: "the training step that has not ended yet",
+    UNFINISHED: "a step or callback that has not ended yet",
     UNRECORDED: "not recorded",
     REST: "rest",
 }
