@@ -76,6 +76,63 @@ def first_port(workers):
             return port
 
 
+# The figures of worker 1 with which an alert fires, minute by minute, and the minute from which it fires.
+SLOW = {
+    "TfdistNoProgress": (["tfdist_steps_total 600+0x60"], 16),
+    "TfdistStraggler": (["tfdist_rows_total 0+400x60", 'tfdist_straggler{cause="computation"} 1x60'], 12),
+    "TfdistWaitsForInput": (['tfdist_phase_seconds_total{phase="input"} 0+50x60'], 12),
+    "TfdistSlowCallback": (['tfdist_straggler{cause="callback"} 0x9 1x20 0x40'], 20),
+    "TfdistSlowLink": (['tfdist_straggler{cause="link"} 0x9 1x20 0x40'], 20),
+    "TfdistOldBackup": (["tfdist_last_commit_timestamp_seconds 0x90"], 66),
+    "TfdistRestarts": (["tfdist_restarts 0x5 4x60"], 7),
+}
+HEALTHY = [
+    *("tfdist_steps_total 0+60x90", "tfdist_rows_total 0+600x90", "tfdist_restarts 0x90"),
+    *('tfdist_phase_seconds_total{phase="compute"} 0+40x90', 'tfdist_phase_seconds_total{phase="exchange"} 0+15x90'),
+    *('tfdist_phase_seconds_total{phase="input"} 0+5x90', "tfdist_last_commit_timestamp_seconds 0+60x90"),
+    *('tfdist_straggler{cause="computation"} 0x90', 'tfdist_straggler{cause="callback"} 0x90'),
+    'tfdist_straggler{cause="link"} 0x90',
+]
+
+
+def series_of(worker, lines):
+    """Returns the series of a worker as promtool reads them."""
+    series = []
+    for line in lines:
+        name, _, numbers = line.partition(" ")
+        metric, _, labels = name.rstrip("}").partition("{")
+        own = ",".join(filter(None, [labels, f'worker="{worker}",host="host-{worker}",job="tfdist"']))
+        series.append({"series": f"{metric}{{{own}}}", "values": numbers})
+    return series
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs the program promtool (of Prometheus)")
+def test_each_alert_fires_for_the_worker_that_needs_it_and_no_earlier(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    rules = yaml.safe_load((ROOT / "deploy/prometheus-rules.yaml").read_text())["groups"][0]["rules"]
+    alerts = {rule["alert"]: rule for rule in rules if "alert" in rule}
+    assert set(SLOW) == set(alerts)
+    tests = []
+    for name, (bad, minute) in SLOW.items():
+        replaced = {line.partition(" ")[0] for line in bad}
+        rest = [line for line in HEALTHY if line.partition(" ")[0] not in replaced]
+        series = [*series_of(0, HEALTHY), *series_of(1, [*rest, *bad])]
+        checks = [{"eval_time": f"{minute - 2}m", "alertname": each, "exp_alerts": []} for each in SLOW]
+        tests.append({"interval": "1m", "input_series": series, "alert_rule_test": checks})
+        tests[-1]["promql_expr_test"] = [
+            {
+                "expr": f'count by (worker) (ALERTS{{alertname="{name}",alertstate="firing"}})',
+                "eval_time": f"{minute}m",
+                "exp_samples": [{"labels": '{worker="1"}', "value": 1}],
+            }
+        ]
+    file = {"rule_files": [str(ROOT / "deploy/prometheus-rules.yaml")], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(file))
+    command = ["promtool", "test", "rules", str(tmp_path / "alerts.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the program prometheus (Debian package)")
 def test_prometheus_reads_four_workers_and_evaluates_the_alerts(tmp_path):
     ports, (port,) = first_port(WORKERS), free_ports(1)
