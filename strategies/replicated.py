@@ -84,6 +84,8 @@ class ReplicatedStrategy:
         self._check_opted_out_inside()
         self.extended.check_in_company()
         self.extended.reducer.check_compiled()
+        if not keras_stack.called_by_trainer():
+            self.reports.activity.loops()
         args = () if args is None else args
         trainer, whole = keras_stack.calling_trainer(), args
         step = keras_steps.keras_step_of(fn, args, kwargs, trainer)

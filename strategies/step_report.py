@@ -24,7 +24,7 @@ from absl import logging
 from tfdist.errors import ClusterError
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
-from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT, TRACING
+from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT, OWN_LOOP, TRACING
 from tfdist.events.phase_times import TIMES
 from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
 from tfdist.faults.straggler_policy import WorkerLinks
@@ -181,7 +181,7 @@ class StepReports:
         """Returns what this worker does now, for the file with its events."""
         doing = self.doing()
         if doing.call is None:
-            return {}
+            return {"phase": OWN_LOOP} if self.activity.has_loop else {}
         names = ("call", "number", "phase", "in_step")
         return {name: getattr(doing, name) for name in names}
 
@@ -210,10 +210,13 @@ class StepReports:
                 with self.activity.doing(INPUT):
                     yield
                 return
+            if is_eager and call is None:
+                with self.activity.outside_calls(INPUT):
+                    yield
+                return
             if not is_eager:
                 self.activity.mark()
-            if not is_eager or call is not None:
-                self._clocks[0].mark(ASKED)
+            self._clocks[0].mark(ASKED)
             yield
         finally:
             self.is_reading = before
@@ -227,6 +230,8 @@ class StepReports:
         call = self.activity.call
         if not tf.executing_eagerly() or (call is not None and call.execution is not None):
             self._clocks[0].mark(AGREES, own)
+        elif call is None and TIMES.is_on:
+            TIMES.switch(EXCHANGE)  # Until the reading ends.
 
     @property
     def number(self) -> int:

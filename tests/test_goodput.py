@@ -3,13 +3,16 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 
+from launched import nothing_left
 from tfdist.events import phase_times
 from tfdist.events.phase_names import (
     BUILDING,
@@ -18,6 +21,7 @@ from tfdist.events.phase_names import (
     EXCHANGE,
     INPUT,
     OUTSIDE,
+    OWN_LOOP,
     RESTORE,
     SAVE,
     START,
@@ -30,6 +34,7 @@ from tfdist.events.time_record import (
     TIMED_PHASES,
     UNDECIDED,
     SaveMoment,
+    SignOfLife,
     TimeRecord,
     TimeRecordFile,
     read_time_record,
@@ -51,7 +56,7 @@ BEGUN = 1_764_184_000.0
 
 
 def seconds(**given):
-    names = {"start": START, **{name: name for name in TIMED_PHASES}}
+    names = {"start": START, "loop": OWN_LOOP, **{name: name for name in TIMED_PHASES}}
     return dict.fromkeys(TIMED_PHASES, 0.0) | {names[name]: float(value) for name, value in given.items()}
 
 
@@ -144,6 +149,33 @@ def test_a_worker_without_a_record_is_counted_and_a_clock_that_jumps_is_shown_as
     assert account_for([]).goodput is None
 
 
+def own_loops(**first):
+    """A loop of the script's own fails after 24 s, and begins again."""
+    loop = record(1, start=4, tracing=1, input=2, loop=17, phase=OWN_LOOP, **first)
+    again = record(30, start=5, tracing=1, input=2, loop=11, phase=OWN_LOOP)
+    return [
+        attempt(0, 0, 0, 27, "failed", loop, failed_at=25, committed=10 if first else None),
+        attempt(1, 0, 29, 20, "done", again, committed=10 if first else None),
+    ]
+
+
+def test_of_a_loop_of_the_users_own_without_backups_the_lost_work_is_unknown():
+    account = account_for(own_loops())
+    assert account.unknown == [0] and not account.lost and LOST not in account.parts
+    assert account.parts[OWN_LOOP] == pytest.approx(17 + 11) and account.parts[INPUT] == pytest.approx(4)
+    assert account.is_at_most and account.goodput == pytest.approx(32 / 49)
+    assert sum(account.parts.values()) == pytest.approx(49)
+    only = account_for(own_loops()[1:])
+    assert not only.unknown and not only.lost, "nothing has failed"
+
+
+def test_lost_work_of_a_loop_with_backups_is_since_the_commit():
+    save = SaveMoment(10, 10, seconds(start=4, tracing=1, input=1, loop=9))
+    account = account_for(own_loops(resumed=(BEGINNING, 0), steps=18, saves=[save]))
+    assert account.lost == [LostWork(0, last_step=18, steps=8, commit=10)] and not account.unknown
+    assert account.parts[LOST] == pytest.approx(1 + 8) and account.parts[OWN_LOOP] == pytest.approx(9 + 11)
+
+
 def test_parts_sum_to_the_time_whatever_the_records_say():
     rng = random.Random(0)
     for _ in range(200):
@@ -151,7 +183,8 @@ def test_parts_sum_to_the_time_whatever_the_records_say():
         for number in range(rng.randrange(1, 5)):
             length, now = rng.uniform(0, 50), now + rng.uniform(0, 5)
             for worker in range(rng.randrange(1, 4)):
-                spent = {name: rng.uniform(0, 5) for name in (COMPUTE, EXCHANGE, INPUT, SAVE, BUILDING, VALIDATION)}
+                names = (COMPUTE, EXCHANGE, INPUT, SAVE, BUILDING, VALIDATION, rng.choice([COMPUTE, OWN_LOOP]))
+                spent = {name: rng.uniform(0, 5) for name in names}
                 saves = [SaveMoment(step, step, seconds(compute=rng.uniform(0, 5))) for step in range(3)]
                 origin = (rng.randrange(-2, 4), rng.randrange(4))
                 times = record(now, origin, rng.randrange(9), rng.choice(TIMED_PHASES), saves, **spent)
@@ -181,10 +214,14 @@ def test_a_file_has_the_newest_record_and_saves(tmp_path):
     read = read_time_record(path)
     assert sorted(read.saves, key=lambda save: save.commit) == saves[2:]
     assert (read.steps, read.phase, read.resumed_commit, read.resumed_steps) == (2, TRACING, 7, 6)
-    assert read.seconds == seconds(start=2, tracing=2) and read.time == read.start + 4
+    assert read.seconds == seconds(start=2, tracing=2) and read.time == read.start + 4 and read.sign is None
+    for sign in (SignOfLife(BEGUN + 9, 7, "the beginning of a call"), SignOfLife(BEGUN + 10, 8, None)):
+        file.write_sign(sign)
+        assert read_time_record(path).sign == sign
+    assert sorted(read_time_record(path).saves, key=lambda save: save.commit) == saves[2:]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"tfdtime1", b"tfdtime1" + b"\xff" * 900, bytes(900)])
+@pytest.mark.parametrize("content", [b"", b"{}", b"tfdtime2", b"tfdtime2" + b"\xff" * 900, bytes(900)])
 def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "times-0.bin"
     path.write_bytes(content)
@@ -247,6 +284,15 @@ def test_a_step_that_does_not_report_computes_and_a_save_counts_as_one(times):
     times.resumed(None, 5)  # A second `fit` of this process.
     times.resumed(9, 9)
     assert read_time_record(times.path).resumed_commit == 9
+
+
+def test_a_thread_that_hangs_in_a_write_does_not_keep_the_signs_of_life_back(times):
+    with times._lock:
+        thread = threading.Thread(target=times.show_life, args=(EXCHANGE, 7))
+        thread.start()
+        thread.join(5)
+    sign = read_time_record(times.path).sign
+    assert (sign.phase, sign.step) == (EXCHANGE, 7)
 
 
 @pytest.mark.slow
@@ -327,6 +373,67 @@ def test_the_report_names_workers_that_differ(tmp_path, capsys):
     write(tmp_path, [runs[0], attempt(1, 1, 29, 25, "done", slow)])
     assert cli.main(["report", str(tmp_path)]) == 0
     assert "(worker 1: 80%, worker 0: 0%)\n" in capsys.readouterr().out
+
+
+def test_the_report_says_what_it_does_not_know_of_a_loop_of_the_users_own(tmp_path, capsys):
+    write(tmp_path, own_loops())
+    assert cli.main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "goodput at most 65.3%: the share of training steps that were kept in 49 s\n" in out
+    assert re.search(r"  training loop of your own +28 s +57\.1%\n", out), out
+    assert "  at most: a training loop of your own does not tell its steps, so its evaluations and other code " in out
+    assert "attempt 0: how much work was lost is not known, since its training loop has no tfdist.callbacks." in out
+    page = (tmp_path / "report.html").read_text()
+    assert "At most 65.3&#160;% of the time" in page and "How much work was lost is not known" in page
+
+
+LOOP = """
+import keras
+import numpy as np
+import tensorflow as tf
+import tfdist
+
+strategy = tfdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+
+def slow(x):
+    return tf.numpy_function(lambda x: time.sleep(0.02) or x, [x], tf.float32)
+
+data = tf.data.Dataset.from_tensor_slices(np.ones((480, 8), "float32")).batch(32)
+data = strategy.experimental_distribute_dataset(data.map(lambda x: tf.ensure_shape(slow(x), [None, 8])))
+
+@tf.function
+def step(x):
+    def on_replica(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(x, training=True))) / 32
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    strategy.run(on_replica, args=(x,))
+
+time.sleep(0.5)
+for epoch in range(4):
+    for x in data:
+        step(x)
+        time.sleep(0.03)
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_the_users_own_is_no_start_up(tmp_path, capsys):
+    with nothing_left(tmp_path) as run:
+        code, out, err = run.finish("--workers", 2, "--log-dir", tmp_path / "run", run.script(LOOP))
+    assert code == 0, out + err
+    for worker in range(2):
+        told = read_time_record(tmp_path / f"run/attempt-0/times-{worker}.bin")
+        assert told.phase == OWN_LOOP and told.seconds[OWN_LOOP] >= 60 * 0.03, told
+        assert told.seconds[INPUT] + told.seconds[EXCHANGE] > 0.2 and told.seconds[TRACING] > 0, told
+        assert told.seconds[START] >= 0.5 and told.seconds[OUTSIDE] == 0 and told.sign.phase is None
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "goodput at most " in out and "  training loop of your own  " in out, out
 
 
 def test_damaged_files_never_end_the_report(tmp_path, capsys):

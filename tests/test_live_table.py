@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from emulated_terminal import EmulatedTerminal
+from tfdist.events.phase_names import OWN_LOOP
 from tfdist.events.straggler_file import StragglerRecord
 from tfdist.events.time_record import (
     CALLBACK,
@@ -70,6 +71,11 @@ def test_rate_and_parts_are_those_of_the_last_seconds():
     assert recent.parts == pytest.approx({COMPUTE: 0.5, EXCHANGE: 0.5, INPUT: 0})
 
 
+def test_the_parts_of_a_loop_of_the_users_own_are_not_known():
+    recent = recent_of([record(second, 4 * second, **{OWN_LOOP: second, INPUT: second / 4}) for second in range(9)])
+    assert recent.steps_per_second == pytest.approx(3.2) and recent.parts == {}
+
+
 def test_tracing_belongs_to_no_rate():
     traced = [record(20, 0, TRACING, tracing=20.0), record(60, 1, tracing=60.0)]
     assert recent_of(traced).steps_per_second is None
@@ -95,6 +101,10 @@ STATES = {
     "first step": (SeenWorker(0, record(45)), 50, "training", 0),
     "stuck": (SeenWorker(0, record(5, 8)), 50, "in a step 45 s", 8),
     "validation": (SeenWorker(0, record(45, 8, VALIDATION)), 500, "validation 8 min", 8),
+    "own loop": (SeenWorker(0, record(49.5, 0, OWN_LOOP)), 50, "training", None),
+    "own loop in a graph": (SeenWorker(0, record(5, 0, OWN_LOOP)), 50, "own loop 45 s", None),
+    "own loop with backups": (SeenWorker(0, record(49.5, 8, OWN_LOOP)), 50, "training", 8),
+    "input of an own loop": (SeenWorker(0, record(49.5, 0, INPUT, **{OWN_LOOP: 3.0})), 50, "training", None),
     "straggler": (SeenWorker(0, record(49.5, 8), slow="input"), 50, "slow: input", 8),
     "killed": (SeenWorker(0, record(49.5, 8), ended="SIGKILL", slow="input"), 50, "SIGKILL", 8),
     "done": (SeenWorker(0, record(49.5, 8), ended=DONE), 50, "done", 8),
@@ -106,7 +116,7 @@ def test_the_state_says_what_a_worker_does(name):
     seen, now, state, step = STATES[name]
     row = row_of(seen, now)
     assert (row.state, row.step) == (state, step)
-    assert row.is_calm == (state in ("training", "done")) and row.has_failed == (state == "SIGKILL")
+    assert row.is_calm == (state in ("training", "done", "own loop 45 s")) and row.has_failed == (state == "SIGKILL")
 
 
 def test_a_slow_step_is_no_stuck_step():
@@ -148,6 +158,7 @@ def test_the_line_for_a_log_has_the_step_and_the_rate_or_what_the_last_worker_do
     stuck = [row(worker, "in a step 70 s", urgency=2, rate=None) for worker in range(2)]
     assert progress_line(stuck) == "step 100, in a step 70 s, 2 workers"
     assert progress_line([row(0, "running", step=None)]) is None
+    assert progress_line([row(worker, "own loop 45 s", step=None) for worker in range(2)]) == "own loop 45 s, 2 workers"
 
 
 @pytest.mark.parametrize("width", [32, 40, 45, 46, 60, 80, 200])

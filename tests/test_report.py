@@ -13,7 +13,8 @@ from recorded_runs import BEGUN, write_times
 from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_buffer import Event, EventBuffer
 from tfdist.events.event_file import ASKED, EXCHANGE, START, EventFile, read_events, read_header, write_events
-from tfdist.events.time_record import BEGINNING
+from tfdist.events.phase_names import OWN_LOOP
+from tfdist.events.time_record import BEGINNING, SignOfLife, TimeRecordFile
 from tfdist.launch import cli
 from tfdist.report.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
 
@@ -233,6 +234,64 @@ def test_a_frozen_worker_is_described_by_its_times_and_by_what_its_peers_say(tmp
     assert "it had no failure, was frozen, or was killed; its times end in step 41 [" in out
     assert "its exchange failed: worker 1 sent no more heartbeats. It is frozen, " in out and "Crashed" not in out
     assert "attempt 1: 1 worker, running\n  worker 0: has written no events yet; its log: " in out
+
+
+def frozen(folder, step=40):
+    """Writes the times of worker 1 of a killed job, with a sign of life 3 s after the begin of a step."""
+    write_times(folder, 0, 1, 0, 40, (BEGINNING, 0), exchange=2)
+    path = folder / "attempt-0/times-1.bin"
+    other = folder / "other.bin"
+    TimeRecordFile(other).write_sign(SignOfLife(BEGUN + 5, step, EXCHANGE))
+    whole = path.read_bytes()
+    path.write_bytes(whole + other.read_bytes()[len(whole) :])
+
+
+def test_a_frozen_workers_last_sign_of_life_has_its_phase(tmp_path, reported):
+    killed_job(tmp_path)
+    frozen(tmp_path)
+    moment = re.escape(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGUN + 5)))
+    assert re.search(rf"it was killed; its last sign of life: exchange, in step 41 \[{moment}\]", reported()[1])
+    frozen(tmp_path, step=39)  # It is of an earlier step, whose end came in the same second.
+    assert re.search(rf"its last sign of life: step 41 \[{moment}\]", reported()[1])
+
+
+def test_a_running_worker_without_a_sign_of_life_may_be_frozen(tmp_path, reported):
+    own = {"pid": os.getpid(), "host": socket.gethostname(), "process_start": process_start(), "hears": True}
+    write_events(tmp_path / "attempt-0" / "events-1.jsonl", header(1, START, workers=2) | own, [], {})
+    frozen(tmp_path)
+    out = reported()[1]
+    assert re.search(
+        r"exchange, in step 41, without a sign of life since 20\d\d-.*, so it may be frozen; `kill", out
+    ), out
+
+
+def test_a_loop_of_the_users_own_has_no_number_of_its_step(tmp_path, reported):
+    killed_job(tmp_path)
+    for worker, why in enumerate((EXCHANGE, START)):
+        waits = [pending(12, 1)] if worker == 0 else []
+        lost = header(worker, why, workers=2, pending=waits, phase=OWN_LOOP, peer=1) | {"step": 0, "call": None}
+        write_events(tmp_path / f"attempt-0/events-{worker}.jsonl", lost, [exchanged(11, 3, step=0)], {})
+    out = reported()[1]
+    assert "worker 1 was missing from exchange 12 (group 7, 4096 bytes): worker 0 waited 2.0 s\n" in out, out
+    assert "worker 1 last took part in exchange 11 (group 7): worker 0 had all parts 3.0 s before" in out, out
+    assert "worker 0: a training loop of your own, for 2.0 s; its exchange failed" in out, out
+
+
+@pytest.mark.parametrize("stale", ["run.json", "failure.json"])
+@pytest.mark.parametrize("is_other_run", [True, False])
+def test_an_old_summary_does_not_hide_a_newer_one(tmp_path, reported, stale, is_other_run):
+    """A full disk may keep a file as it was: `run.json` of a job that goes on, or the files of an earlier job."""
+    killed_job(tmp_path)
+    failed = json.loads((tmp_path / "failure.json").read_text())
+    failed["attempts"][0]["time"] = BEGUN
+    running = {"number": 0, "workers": 2, "time": BEGUN - 99 * is_other_run, "outcome": "running"}
+    old = {"outcome": "running", "run_exit_code": None, "attempts": [running]}
+    (tmp_path / stale).write_text(json.dumps(old))
+    newer = "failure.json" if stale == "run.json" else "run.json"
+    (tmp_path / newer).write_text(json.dumps(failed))
+    out = reported()[1]
+    assert f"run in {tmp_path}: failed, exit code 137\n" in out and "41 s, newest backup step-30, failed\n" in out, out
+    assert "first failure: worker 1 was killed by SIGKILL" in out and "running" not in out, out
 
 
 def test_a_run_without_a_supervisors_summary_is_described_by_the_reports_of_its_workers(tmp_path, reported):

@@ -171,7 +171,8 @@ class CountingIterator(_ReplacingIterator):
         if not context.executing_eagerly():
             self._on_graph()
             return super().get_next(name)
-        batch = super().get_next(name)
+        with self._strategy.reports.reading():
+            batch = super().get_next(name)
         self._on_batch()
         return batch
 

@@ -36,6 +36,9 @@ RESTORE = "restore"
 OUTSIDE = "outside"
 """The script runs outside of Keras' calls."""
 
+OWN_LOOP = "a training loop of your own"
+"""The script runs a training loop without `fit`. Its steps, and the code between them, are not known one by one."""
+
 MEETING = "the beginning of a call"
 """The exchange of all workers before the first step of a call, where early workers wait."""
 

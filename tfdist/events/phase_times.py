@@ -14,7 +14,15 @@ from collections.abc import Iterator, Mapping
 from absl import logging
 
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT, START, TRACING
-from tfdist.events.time_record import BEGINNING, TIMED_PHASES, UNDECIDED, SaveMoment, TimeRecord, TimeRecordFile
+from tfdist.events.time_record import (
+    BEGINNING,
+    TIMED_PHASES,
+    UNDECIDED,
+    SaveMoment,
+    SignOfLife,
+    TimeRecord,
+    TimeRecordFile,
+)
 
 STEP = "step"
 """Phase of a running training step. At its end it is divided into input, computation and exchanges."""
@@ -128,6 +136,14 @@ class PhaseTimes:
             except OSError as error:
                 self._stop(error)
             self._write()
+
+    def show_life(self, phase: str | None, steps: int) -> None:
+        """Writes what this process does now. Takes no lock, so a thread that hangs in a write does not stop it."""
+        file = self._file
+        if not self.is_on or file is None or os.getpid() != self._pid:
+            return
+        with contextlib.suppress(OSError):  # The next change of the phase notices the error, too.
+            file.write_sign(SignOfLife(time.time(), steps, phase))
 
     def _count(self) -> None:
         """Adds the time since the last change to the phase that has ended."""

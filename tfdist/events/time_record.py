@@ -1,6 +1,7 @@
 """The file with the seconds that a worker has spent in each phase so far. It keeps them if the worker is killed.
 
     head: format, phase now, steps, where training continued, start, time of the last write, seconds by phase
+    sign: time of the last sign of life, the step then, and the part of the step
     saves: for each of the newest saves, the number of its commit, its step, and the seconds by phase at that moment
 
 All have a fixed place, so a write is one call of the system, without a flush to the disk. Does not load TensorFlow.
@@ -19,6 +20,7 @@ from tfdist.events.phase_names import (
     EXCHANGE,
     INPUT,
     OUTSIDE,
+    OWN_LOOP,
     RESTORE,
     SAVE,
     START,
@@ -27,7 +29,9 @@ from tfdist.events.phase_names import (
 )
 from tfdist.symlink_safe_file import no_follow
 
-TIMED_PHASES = (START, BUILDING, TRACING, INPUT, COMPUTE, EXCHANGE, CALLBACK, VALIDATION, SAVE, RESTORE, OUTSIDE)
+TIMED_PHASES = (
+    *(START, BUILDING, TRACING, INPUT, COMPUTE, EXCHANGE, OWN_LOOP, CALLBACK, VALIDATION, SAVE, RESTORE, OUTSIDE),
+)
 """The phases of a process. It is in one of them at each moment."""
 
 BEGINNING = -1
@@ -38,8 +42,9 @@ UNDECIDED = -2
 
 KEPT_SAVES = 4
 
-_FORMAT = b"tfdtime1"
+_FORMAT = b"tfdtime2"
 _HEAD = struct.Struct(f"<8s4q2d{len(TIMED_PHASES)}d")
+_SIGN = struct.Struct("<dq40s")
 _SAVE = struct.Struct(f"<2q{len(TIMED_PHASES)}d")
 
 
@@ -59,6 +64,21 @@ class SaveMoment:
 
 
 @dataclasses.dataclass(frozen=True)
+class SignOfLife:
+    """What a worker did at one moment. It writes one every second, in a thread that a hung step does not stop.
+
+    Attributes:
+      time: The moment, in seconds since the epoch.
+      step: Number of training steps that it had finished.
+      phase: What it did, such as "exchange"; `None` outside of Keras' calls, and in steps that do not report.
+    """
+
+    time: float
+    step: int
+    phase: str | None
+
+
+@dataclasses.dataclass(frozen=True)
 class TimeRecord:
     """The seconds of a worker by phase.
 
@@ -71,6 +91,7 @@ class TimeRecord:
       resumed_steps: Number of training steps in that commit.
       seconds: Seconds by phase from `start` to `time`.
       saves: The newest saves.
+      sign: The last sign of life; `None` if there is none.
     """
 
     start: float
@@ -81,6 +102,7 @@ class TimeRecord:
     resumed_steps: int
     seconds: Mapping[str, float]
     saves: Sequence[SaveMoment] = ()
+    sign: SignOfLife | None = None
 
 
 class TimeRecordFile:
@@ -102,9 +124,13 @@ class TimeRecordFile:
         )
         os.pwrite(self._descriptor, head, 0)
 
+    def write_sign(self, sign: SignOfLife) -> None:
+        """Replaces the sign of life. Raises `OSError` if the file cannot be written."""
+        os.pwrite(self._descriptor, _SIGN.pack(sign.time, sign.step, (sign.phase or "").encode()), _HEAD.size)
+
     def add_save(self, save: SaveMoment) -> None:
         """Replaces the oldest save. Raises `OSError` if the file cannot be written."""
-        place = _HEAD.size + self._saves % KEPT_SAVES * _SAVE.size
+        place = _HEAD.size + _SIGN.size + self._saves % KEPT_SAVES * _SAVE.size
         os.pwrite(self._descriptor, _SAVE.pack(save.commit, save.steps, *save.seconds.values()), place)
         self._saves += 1
 
@@ -120,11 +146,21 @@ def read_time_record(path: pathlib.Path) -> TimeRecord:
     if len(content) < _HEAD.size or not content.startswith(_FORMAT):
         raise ValueError("has no times of a worker")
     _, phase, steps, commit, resumed, start, time, *seconds = _HEAD.unpack_from(content)
-    saves, rest = [], content[_HEAD.size :]
+    saves, rest = [], content[_HEAD.size + _SIGN.size :]
     for place in range(0, len(rest) - len(rest) % _SAVE.size, _SAVE.size):
         number, saved, *parts = _SAVE.unpack_from(rest, place)
         saves.append(SaveMoment(number, saved, dict(zip(TIMED_PHASES, parts, strict=True))))
     if not 0 <= phase < len(TIMED_PHASES) or not all(0 <= each < 1e10 for each in (start, time, *seconds)):
         raise ValueError("has impossible times")
     by_phase = dict(zip(TIMED_PHASES, seconds, strict=True))
-    return TimeRecord(start, time, TIMED_PHASES[phase], steps, commit, resumed, by_phase, saves)
+    sign = _sign_in(content[_HEAD.size : _HEAD.size + _SIGN.size])
+    return TimeRecord(start, time, TIMED_PHASES[phase], steps, commit, resumed, by_phase, saves, sign)
+
+
+def _sign_in(content: bytes) -> SignOfLife | None:
+    if len(content) < _SIGN.size:
+        return None
+    time, step, phase = _SIGN.unpack(content)
+    if not 0 < time < 1e10 or step < 0:
+        return None
+    return SignOfLife(time, step, phase.rstrip(b"\0").decode(errors="replace") or None)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist._compat import keras_stack
 from tfdist.events.event_buffer import EVENTS
-from tfdist.events.phase_names import BUILDING, CALLBACK, EXCHANGE, OUTSIDE, START, TRACING, VALIDATION
+from tfdist.events.phase_names import BUILDING, CALLBACK, EXCHANGE, OUTSIDE, OWN_LOOP, START, TRACING, VALIDATION
 from tfdist.events.phase_times import STEP, TIMES
 
 TRAIN = "train"
@@ -110,6 +110,7 @@ class Activity:
 
     Attributes:
       begun: How many calls have begun.
+      has_loop: Whether the script has run a step on replicas by itself, outside of calls.
       step_seconds: For each finished training step of an outermost call, its duration and whether it was the first
         step of the call. The watchdog removes the entries that it has read.
       explain: Returns the error of a call after its collective has failed, if the reason is known.
@@ -117,6 +118,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.begun = 0
+        self.has_loop = False
         self.step_seconds: collections.deque[tuple[float, bool]] = collections.deque(maxlen=_REMEMBERED)
         self.explain: Callable[[Call, Exception], str | None] = lambda call, error: None
         self._calls: list[Call] = []
@@ -217,7 +219,8 @@ class Activity:
         """Records for the watchdog that Python traces the current steps in the block, which may take long."""
         execution = self.call and self.call.execution
         if not execution:
-            yield
+            with self.outside_calls(TRACING):
+                yield
             return
         execution.is_tracing, since = True, time.monotonic_ns()
         self.count_time()
@@ -227,6 +230,24 @@ class Activity:
             execution.traced_at, execution.is_tracing = time.time(), False
             self.count_time()
             EVENTS.note(TRACING, since=since)
+
+    def loops(self) -> None:
+        """Records that the script runs a step by itself. From now on it is in a loop of its own, outside of calls."""
+        if not self.has_loop and self.call is None:
+            self.has_loop = True
+            self.count_time()
+
+    @contextlib.contextmanager
+    def outside_calls(self, phase: str) -> Iterator[None]:
+        """Counts the time of the block as `phase`, unless a call of Keras is under way."""
+        counts = TIMES.is_on and self.call is None
+        if counts:
+            TIMES.switch(phase)
+        try:
+            yield
+        finally:
+            if counts:
+                self.count_time()
 
     def mark(self) -> None:
         """Records that the graph of the current steps reports when it requests input, for the watchdog."""
@@ -257,7 +278,7 @@ class Activity:
         """Returns what this worker does now, in the terms of `phase_names.py`."""
         call = self.call
         if call is None:
-            return OUTSIDE if self.begun else START
+            return OWN_LOOP if self.has_loop else OUTSIDE if self.begun else START
         execution = call.execution
         if execution is not None and execution.is_tracing:
             return TRACING

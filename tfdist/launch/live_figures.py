@@ -10,6 +10,7 @@ from tfdist.events.phase_names import (
     COMPUTE,
     EXCHANGE,
     OUTSIDE,
+    OWN_LOOP,
     RESTORE,
     SAVE,
     START,
@@ -102,13 +103,22 @@ def row_of(seen: SeenWorker, now: float) -> WorkerRow:
     return WorkerRow(
         worker=seen.worker,
         state=state,
-        step=record.steps if record else None,
+        step=_step(record) if record else None,
         steps_per_second=recent.steps_per_second if is_training else None,
         parts=recent.parts if is_training else {},
         memory=None if seen.ended else seen.memory,
         urgency=urgency,
     )
 
+
+def _step(record: TimeRecord) -> int | None:
+    """Returns the number of finished steps. A loop of the script's own tells it only with backups."""
+    is_in_loop = record.phase == OWN_LOOP or record.seconds[OWN_LOOP] > 0
+    return None if is_in_loop and not record.steps else record.steps
+
+
+UNKNOWN = "running"
+"""The state of a worker without a record of its times."""
 
 DONE = "done"
 """The state of a worker whose process has ended with exit code 0."""
@@ -120,13 +130,15 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
     if seen.ended is not None:
         return seen.ended, False
     if record is None:
-        return "running", False
+        return UNKNOWN, False
     idle = max(0.0, now - record.time)
     has_stepped = record.steps > record.resumed_steps and idle < _JUST_NOW_SECONDS
     if record.phase in IN_STEPS or (record.phase == CALLBACK and has_stepped):
         if idle < max(_LONG_STEP_SECONDS, 3 / rate if rate else 0.0):
             return "training", True
         return f"in a step {short_duration(idle)}", False
+    if record.phase == OWN_LOOP:  # Its steps are not seen, so it may well train.
+        return ("training" if idle < _LONG_STEP_SECONDS else f"own loop {short_duration(idle)}"), True
     since = f" {short_duration(idle)}" if idle >= _LONG_PHASE_SECONDS else ""
     return f"{_NAMES[record.phase]}{since}", False
 
@@ -168,7 +180,8 @@ def progress_line(rows: Sequence[WorkerRow]) -> str | None:
     """Returns a line for a log: "step 1200, 3.1 steps/s, 4 workers"; `None` if the workers do not record times."""
     known = [row for row in rows if row.step is not None]
     if not known:
-        return None
+        told = [row.state for row in rows if row.state != UNKNOWN]
+        return f"{told[0]}, {counted(len(rows), 'worker')}" if told else None
     step = min(row.step or 0 for row in known)
     rates = [row.steps_per_second for row in known if row.steps_per_second is not None]
     last = min(known, key=lambda row: (row.urgency, row.step or 0))

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT
+from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT, OWN_LOOP
 from tfdist.events.time_record import TimeRecord
 
 RECENT_SECONDS = 10.0
@@ -13,7 +13,7 @@ RECENT_SECONDS = 10.0
 IN_STEPS = (INPUT, COMPUTE, EXCHANGE)
 """The phases of a training step."""
 
-_OF_TRAINING = (*IN_STEPS, CALLBACK)
+_OF_TRAINING = (*IN_STEPS, OWN_LOOP, CALLBACK)
 _MOST_POINTS = 64
 
 
@@ -23,7 +23,8 @@ class Recent:
 
     Attributes:
       steps_per_second: Steps for each second of training, without validation and saves; `None` before the second step.
-      parts: Parts of that time for computation, exchanges and input. The rest is of callbacks and Python.
+      parts: Parts of that time for computation, exchanges and input. The rest is of callbacks and Python. Empty in a
+        training loop of the script's own, where they are not known.
     """
 
     steps_per_second: float | None = None
@@ -61,4 +62,5 @@ class RecentSteps:
         seconds = sum(spent.values())
         if not seconds:
             return NOT_RECENT
-        return Recent((new.steps - old.steps) / seconds, {phase: spent[phase] / seconds for phase in IN_STEPS})
+        parts = {} if spent[OWN_LOOP] else {phase: spent[phase] / seconds for phase in IN_STEPS}
+        return Recent((new.steps - old.steps) / seconds, parts)

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
-from tfdist.events.phase_names import COMPUTE
+from tfdist.events.phase_names import COMPUTE, OWN_LOOP
 from tfdist.events.straggler_file import StragglerRecord, pairs_of
 from tfdist.events.time_record import TimeRecord
-from tfdist.failure_kinds import user_line
+from tfdist.failure_kinds import user_call
 from tfdist.launch.first_failure import FROM_PEER, Failure, reason_in
 from tfdist.launch.run_summary import named
 from tfdist.readable_numbers import clock, counted, duration
@@ -141,14 +141,14 @@ def _missing(files: Mapping[int, EventFile], workers: Sequence[int], failure: Fa
 
 
 def _last(last: LastExchange) -> str:
-    what = f"exchange {last.key} (group {last.group}), in step {last.step + 1}"
+    what = f"exchange {last.key} (group {last.group}){_in_step(last.step, ', ')}"
     if last.seconds is None:
         return f"{what}: its part had arrived at worker {last.peer}, which lacked others"
     return f"{what}: worker {last.peer} had all parts {duration(last.seconds)} before it wrote its events"
 
 
 def _missed(exchange: MissedExchange) -> str:
-    what = f"exchange {exchange.key} (group {exchange.group}, {exchange.bytes} bytes) in step {exchange.step + 1}"
+    what = f"exchange {exchange.key} (group {exchange.group}, {exchange.bytes} bytes){_in_step(exchange.step, ' ')}"
     waiting = ", ".join(f"worker {worker} waited {duration(sec)}" for worker, sec in exchange.waiting.items())
     if exchange.absent:
         be = "was" if len(exchange.absent) == 1 else "were"
@@ -178,30 +178,45 @@ def _place_of(files: WorkerFiles, was_killed: bool) -> str:
 
 
 def _last_phase(times: TimeRecord | None) -> str:
-    """Describes the phase in which the seconds of a worker end, which are all that a frozen or killed worker leaves."""
+    """Describes what a worker did last by its times, which are all that a frozen or killed worker leaves."""
     if times is None:
         return ""
+    if times.sign is not None and times.sign.time > times.time:
+        return f"; its last sign of life: {_phase_and_step(times)} [{clock(times.sign.time)}]"
     return f"; its times end in {_phase_and_step(times)} [{clock(times.time)}]"
 
 
 def _idle(times: TimeRecord | None, now: float) -> str:
-    """Describes for how long a worker that runs has been in its phase, if that is long."""
+    """Describes for how long a worker that runs has been in its phase, if that is long, and whether it is frozen."""
     if times is None or now - times.time < _LONG_SECONDS:
         return ""
-    return f", for {duration(now - times.time)} in {_phase_and_step(times)}"
+    where = f", for {duration(now - times.time)} in {_phase_and_step(times)}"
+    if times.sign is None or now - times.sign.time < _LONG_SECONDS:
+        return where
+    return f"{where}, without a sign of life since {clock(times.sign.time)}, so it may be frozen"
 
 
 def _phase_and_step(times: TimeRecord) -> str:
-    """Names the phase now. The parts of a step, and its callbacks, are only known at its end."""
-    return f"step {times.steps + 1}" if times.phase == COMPUTE else f"{times.phase}, in step {times.steps + 1}"
+    """Names the last known phase. The times know the parts of a step at its end only; a sign of life may know one."""
+    step = None if times.phase == OWN_LOOP and not times.steps else times.steps
+    if times.phase != COMPUTE:
+        return f"{times.phase}{_in_step(step, ', ')}"
+    sign = times.sign
+    is_of_step = sign is not None and sign.time > times.time and sign.step == times.steps
+    return f"{sign.phase}{_in_step(step, ', ')}" if is_of_step and sign and sign.phase else f"step {times.steps + 1}"
+
+
+def _in_step(finished: int | None, before: str) -> str:
+    """Names the step after so many finished ones; nothing if their number is not known."""
+    return "" if finished is None else f"{before}in step {finished + 1}"
 
 
 def _described(position: LastPosition) -> str:
-    step = f"in step {position.step + 1}, for {duration(position.seconds)}"
+    step = f"{_in_step(position.step, ', ')}, for {duration(position.seconds)}"
     if position.phase is None:
         where = f"after a step that failed with {position.error}" if position.error else "in no call of the strategy"
-        return f"{where}, {step}"
-    return f"{position.phase}{f' of `{position.call}`' if position.call else ''}, {step}"
+        return f"{where}{step}"
+    return f"{position.phase}{f' of `{position.call}`' if position.call else ''}{step}"
 
 
 def _why(header: Mapping[str, Any]) -> str:
@@ -224,7 +239,7 @@ def _why(header: Mapping[str, Any]) -> str:
 def _user_calls(events: EventFile) -> Iterator[str]:
     """Yields the innermost line of the user's code in each thread."""
     for thread, calls in events.stacks.items():
-        line = user_line("\n".join(_traceback(calls)))
+        line = user_call(calls)
         if line:
             yield f"{thread}: {line}"
 

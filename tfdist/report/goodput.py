@@ -5,6 +5,8 @@
                  first      kept            lost  restart  restart  repeated            kept
 
 Steps after the commit from which the next attempt continued are lost, with the callbacks and validations between them.
+The steps of a loop of the script's own are not known one by one, so all of its time counts as steps. If it has no
+commits, it is not known how much of it was lost.
 All parts sum to the time from the start of the first attempt to the end of the last.
 """
 
@@ -18,6 +20,7 @@ from tfdist.events.phase_names import (
     EXCHANGE,
     INPUT,
     OUTSIDE,
+    OWN_LOOP,
     RESTORE,
     SAVE,
     START,
@@ -33,6 +36,7 @@ PARTS = {
     COMPUTE: "training steps: computation",
     EXCHANGE: "training steps: exchanges and waits for workers",
     INPUT: "training steps: waits for input",
+    OWN_LOOP: "training loop of your own",
     CALLBACK: "callbacks, and Python between steps",
     VALIDATION: "validation, prediction",
     SAVE: "saves",
@@ -50,7 +54,8 @@ PARTS = {
 }
 """All parts of the time of a run, in the order of reports, with their descriptions."""
 
-_KEPT = (COMPUTE, EXCHANGE, INPUT)
+_KEPT = (COMPUTE, EXCHANGE, INPUT, OWN_LOOP)
+_SMALLEST = 0.005  # Smaller shares of a loop of the script's own do not matter.
 _LOSABLE = (*_KEPT, CALLBACK, VALIDATION)
 _REPEATED = (START, BUILDING, TRACING, RESTORE)
 _GOES_ON = "running"
@@ -107,6 +112,7 @@ class TimeAccount:
       parts: Seconds by part, as means over the workers. Their sum is `seconds`.
       workers: For each worker, its seconds by part in the attempts in which it took part.
       lost: Lost work of each attempt that lost any.
+      unknown: Numbers of the attempts of which it is not known how much work was lost.
       attempts: For each attempt, its seconds by part, as means over its workers. The pause after it belongs to it.
     """
 
@@ -114,6 +120,7 @@ class TimeAccount:
     parts: Mapping[str, float]
     workers: Mapping[int, Mapping[str, float]]
     lost: Sequence[LostWork]
+    unknown: Sequence[int] = ()
     attempts: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -122,6 +129,11 @@ class TimeAccount:
         if not self.seconds or self.parts.get(UNRECORDED, 0.0) > self.seconds / 2:
             return None
         return sum(self.parts.get(part, 0.0) for part in _KEPT) / self.seconds
+
+    @property
+    def is_at_most(self) -> bool:
+        """Whether the goodput may be lower, since it has all time of a training loop of the script's own."""
+        return self.parts.get(OWN_LOOP, 0.0) >= _SMALLEST * self.seconds
 
 
 def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
@@ -137,11 +149,16 @@ def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
     means: dict[int, dict[str, float]] = {number: {} for number in numbers}
     workers: dict[int, dict[str, float]] = {}
     lost: list[LostWork] = []
+    unknown: list[int] = []
     before, end = 0, 0.0  # Number and end of the attempt before.
     for number in numbers:
         present = by_attempt[number]
         later = [record for each in numbers if each > number for record in _records(by_attempt[each])]
-        origin = _origin(present, later)
+        origin = None
+        if _has_loop_without_commits([*_records(present), *later], present):
+            unknown.append(number)
+        else:
+            origin = _origin(present, later)
         if origin is not None:
             last = max((record.steps for record in _records(present)), default=0)
             if last > origin[1]:
@@ -164,12 +181,21 @@ def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
         _in_order(parts),
         {worker: _in_order(workers[worker]) for worker in sorted(workers)},
         lost,
+        unknown,
         {number: _in_order(means[number]) for number in numbers},
     )
 
 
 def _records(attempts: Iterable[WorkerAttempt]) -> list[TimeRecord]:
     return [each.record for each in attempts if each.record is not None]
+
+
+def _has_loop_without_commits(records: Sequence[TimeRecord], present: Sequence[WorkerAttempt]) -> bool:
+    """Whether an attempt that did not end well has trained in a loop of the script's own, without commits of tfdist."""
+    if {each.outcome for each in present} <= {"done", _GOES_ON} or any(each.committed is not None for each in present):
+        return False
+    has_trained = any(record.seconds[OWN_LOOP] > 0 for record in _records(present))
+    return has_trained and all(record.resumed_commit == UNDECIDED and not record.steps for record in records)
 
 
 def _origin(present: Sequence[WorkerAttempt], later: Sequence[TimeRecord]) -> tuple[int, int] | None:

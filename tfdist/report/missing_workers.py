@@ -4,10 +4,11 @@ Pure functions, without files, clocks and processes.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, EventFile
+from tfdist.events.phase_names import OWN_LOOP
 
 WAITS = (EXCHANGE, "the beginning of a call", "agreement on a backup", "waiting for the chief")
 """Phases in which a worker waits for its peers."""
@@ -20,14 +21,14 @@ class LastPosition:
     Attributes:
       phase: Its phase, such as "input"; `None` outside of calls of Keras.
       call: Name of the call of Keras; `None` outside of calls.
-      step: Number of training steps that it had finished.
+      step: Number of training steps that it had finished; `None` if it is not known.
       seconds: How long it had done nothing that an event shows.
       error: Name of the exception with which a step of its had failed.
     """
 
     phase: str | None
     call: str | None
-    step: int
+    step: int | None
     seconds: float
     error: str | None = None
 
@@ -40,7 +41,7 @@ class MissedExchange:
       group: Key of the group of replicas.
       key: Key of the exchange in the group.
       bytes: Number of bytes that each worker sends to a peer.
-      step: Number of training steps that the waiting workers had finished.
+      step: Number of training steps that the waiting workers had finished; `None` if it is not known.
       waiting: The waiting workers, each with its seconds.
       absent: The workers that had not begun the exchange, as far as known.
       unheard: The workers that had begun it, but of which some bytes had not arrived at a waiting worker.
@@ -49,7 +50,7 @@ class MissedExchange:
     group: int
     key: int
     bytes: int
-    step: int
+    step: int | None
     waiting: Mapping[int, float]
     absent: Sequence[int]
     unheard: Sequence[int] = ()
@@ -63,14 +64,14 @@ class LastExchange:
       peer: The peer.
       group: Key of the group of replicas.
       key: Key of the exchange in its group.
-      step: Number of training steps that the peer had finished.
+      step: Number of training steps that the peer had finished; `None` if it is not known.
       seconds: How long before the peer wrote its events the exchange was complete; `None` if it was not.
     """
 
     peer: int
     group: int
     key: int
-    step: int
+    step: int | None
     seconds: float | None
 
 
@@ -82,7 +83,13 @@ def last_position(file: EventFile) -> LastPosition:
     idle = file.seconds_before(max(moments)) if moments else header["time"] - header.get("start", header["time"])
     runs = [event for event in file.events if event.kind == "run"]
     error = runs[-1].details.get("error") if runs and header.get("phase") is None else None
-    return LastPosition(header.get("phase"), header.get("call"), int(header.get("step") or 0), max(idle, 0.0), error)
+    return LastPosition(header.get("phase"), header.get("call"), _step_of(file), max(idle, 0.0), error)
+
+
+def _step_of(file: EventFile, step: int | None = None) -> int | None:
+    """Returns the finished steps of a worker, or those at an event. In a loop of its own nothing may count them."""
+    known = int(file.header.get("step") or 0) if step is None else step
+    return None if not known and file.header.get("phase") == OWN_LOOP else known
 
 
 def missed_exchanges(files: Mapping[int, EventFile]) -> list[MissedExchange]:
@@ -114,13 +121,17 @@ def missed_exchanges(files: Mapping[int, EventFile]) -> list[MissedExchange]:
                     group=group,
                     key=key,
                     bytes=max(each["bytes"] for each in by_worker.values()),
-                    step=max(int(files[worker].header.get("step") or 0) for worker in by_worker),
+                    step=max(steps) if (steps := _known_steps(files, by_worker)) else None,
                     waiting={worker: files[worker].seconds_before(each["since"]) for worker, each in by_worker.items()},
                     absent=sorted(lacking - by_worker.keys()),
                     unheard=sorted(lacking & by_worker.keys()),
                 )
             )
     return sorted(missed, key=lambda each: (-max(each.waiting.values()), each.group, each.key))
+
+
+def _known_steps(files: Mapping[int, EventFile], workers: Iterable[int]) -> list[int]:
+    return [step for worker in workers if (step := _step_of(files[worker])) is not None]
 
 
 def _works_on(file: EventFile, group: int, key: int, begin: float) -> bool:
@@ -139,7 +150,7 @@ def _moment(file: EventFile, ns: int) -> float:
 def last_exchange(files: Mapping[int, EventFile], worker: int) -> LastExchange | None:
     """Returns the last exchange in which the part of a worker arrived at one of its peers."""
     found = [
-        (each.step, float(file.header["time"]) - (each.seconds or 0), each)
+        (each.step or 0, float(file.header["time"]) - (each.seconds or 0), each)
         for peer, file in files.items()
         if peer != worker
         for each in _exchanges_with(peer, file, worker)
@@ -152,11 +163,11 @@ def _exchanges_with(peer: int, file: EventFile, worker: int) -> Iterator[LastExc
     for event in reversed(file.events):
         if event.kind == EXCHANGE:
             group, key = (int(event.details.get(name, 0)) for name in ("group", "key"))
-            yield LastExchange(peer, group, key, event.step, file.seconds_before(event.ns))
+            yield LastExchange(peer, group, key, _step_of(file, event.step), file.seconds_before(event.ns))
             break
     for each in reversed(_pending(file)):
         if worker not in each["missing"]:
-            yield LastExchange(peer, each["group"], each["key"], int(file.header.get("step") or 0), None)
+            yield LastExchange(peer, each["group"], each["key"], _step_of(file), None)
             break
 
 

@@ -9,6 +9,7 @@ from tfdist.events.phase_names import (
     EXCHANGE,
     INPUT,
     OUTSIDE,
+    OWN_LOOP,
     RESTORE,
     SAVE,
     START,
@@ -31,6 +32,7 @@ _GROUPS = {
     "computation": ("c1", (COMPUTE,)),
     "exchanges and waits for workers": ("c2", (EXCHANGE,)),
     "waits for input": ("c3", (INPUT,)),
+    "training loop of your own": ("c9", (OWN_LOOP,)),
     "callbacks, validation, saves, script": ("c4", (CALLBACK, VALIDATION, SAVE, OUTSIDE)),
     "first start-up, tracing, restoring": ("c5", (START, BUILDING, TRACING, RESTORE)),
     "lost work (striped)": ("c7 lost", (LOST,)),
@@ -70,8 +72,9 @@ def time_section(figures: RunFigures) -> Iterator[Child]:
 
 
 _TIME = (
-    "Goodput counts the first three parts: training steps whose results were kept. Exchanges include the update of the "
-    "weights. Lost work is training that was done again after a failure, or that the job ended without."
+    "Goodput counts the training steps whose results were kept: computation, exchanges and waits for input. Of a "
+    "training loop of your own it counts all time. Exchanges include the update of the weights. Lost work is training "
+    "that was done again after a failure, or that the job ended without."
 )
 
 
@@ -109,7 +112,7 @@ def speed_section(figures: RunFigures) -> Iterator[Child]:
         if attempt.speed is not None:
             by_count.setdefault(attempt.workers, []).append(attempt.speed)
     if not by_count:
-        yield element("p", "No training step is recorded.")
+        yield paragraph("No training step is recorded. A training loop of your own does not report its steps.")
         return
     yield paragraph(_STEPS)
     yield paragraph(_EFFICIENCY)

@@ -16,6 +16,7 @@ COLORS = {
         "c6": "#5a5f66",
         "c7": "#b3261e",
         "c8": "#4a4cb8",
+        "c9": "#006a78",
     },
     "dark": {
         "back": "#0e1116",
@@ -32,6 +33,7 @@ COLORS = {
         "c6": "#aab2bb",
         "c7": "#ff9a91",
         "c8": "#b1b3ff",
+        "c9": "#62d5e3",
     },
 }
 """Colors by name. Each has a contrast of 4.5 to `back`, and of 4.5 to `box`; `line` is for decoration only."""

@@ -8,6 +8,7 @@ from tfdist.events.time_record import BEGINNING
 from tfdist.launch.run_summary import outcome_line
 from tfdist.readable_numbers import clock, counted, duration, percent, rounded, size, step_time
 from tfdist.report.attempt_text import verdict_text
+from tfdist.report.goodput_table import AT_MOST, UNKNOWN_LOSS
 from tfdist.report.report_figures import AttemptFigures, RunFigures
 from tfdist.report.worker_totals import WorkerTotals, slow_workers, summed
 
@@ -31,7 +32,8 @@ def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[
     """Returns the most important figures, each with its name."""
     speed = figures.speed
     raw, sent = summed(totals, "raw_bytes"), summed(totals, "sent_bytes")
-    tiles = [("Goodput", percent(figures.account.goodput if figures.account else None))]
+    at_most = "at most " if figures.account and figures.account.is_at_most else ""
+    tiles = [("Goodput", f"{at_most}{percent(figures.account.goodput if figures.account else None)}")]
     if speed is not None:
         is_known = speed.typical_seconds is not None
         name, seconds = ("Typical step", speed.typical_seconds) if is_known else ("Mean step", speed.step_seconds)
@@ -55,7 +57,12 @@ def _time(figures: RunFigures) -> str:
     account = figures.account
     if account is None or account.goodput is None:
         return "How the time was used is not recorded."
-    kept = f"{percent(account.goodput)} of the time went into training steps whose results were kept: the goodput."
+    most = "At most " if account.is_at_most else ""
+    kept = (
+        f"{most}{percent(account.goodput)} of the time went into training steps whose results were kept: the goodput."
+    )
+    if account.is_at_most:
+        kept += f" {AT_MOST}"
     cost = sum(each.cost.seconds for each in figures.attempts if each.cost)
     return f"{kept} Failures cost {duration(cost)}." if cost else kept
 
@@ -152,7 +159,9 @@ def cost_of(attempt: AttemptFigures, figures: RunFigures) -> str:
     parts.append(f"{duration(cost.restart_seconds)} passed until {until}")
     if cost.again_seconds:
         parts.append(f"{duration(cost.again_seconds)} went into starting, tracing and restoring again")
-    return f"{duration(cost.seconds)} in all: {', '.join(parts)}.{_origin(attempt, figures)}"
+    is_unknown = bool(figures.account) and attempt.number in figures.account.unknown
+    loss = f" {UNKNOWN_LOSS[:1].upper()}{UNKNOWN_LOSS[1:]}." if is_unknown else _origin(attempt, figures)
+    return f"{duration(cost.seconds)} in all: {', '.join(parts)}.{loss}"
 
 
 def _origin(attempt: AttemptFigures, figures: RunFigures) -> str:

@@ -5,12 +5,12 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT
+from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT, OWN_LOOP
 from tfdist.events.time_record import TimeRecord
 from tfdist.report.telemetry_series import at_step, continued, longest
 from tfdist.telemetry.telemetry_file import TelemetryFile
 
-_STEP = (INPUT, COMPUTE, EXCHANGE, CALLBACK)
+_STEP = (INPUT, COMPUTE, EXCHANGE, OWN_LOOP, CALLBACK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,9 @@ def speed_of(records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFil
     seconds = statistics.fmean(sum(each.seconds[phase] for phase in _STEP) for each in trained)
     exchanged = statistics.fmean(each.seconds[EXCHANGE] for each in trained)
     rows = at_step(_rows_by_step(telemetry, first), last)
-    efficiency = 1 - exchanged / seconds if exchanged and seconds else None  # Steps that do not report only compute.
+    # Steps that do not report only compute, and a loop of the script's own does not tell its exchanges.
+    is_known = exchanged and seconds and not any(each.seconds[OWN_LOOP] for each in trained)
+    efficiency = 1 - exchanged / seconds if is_known else None
     return StepSpeed(last - first, seconds, efficiency, rows, _typical_seconds(telemetry))
 
 
