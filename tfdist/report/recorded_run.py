@@ -84,11 +84,11 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
     stragglers: dict[int, list[StragglerRecord]] = {}
     for each in folders:
         files = RunFiles(each)
-        summary, run = _json(files.summary, problems), _json(files.outcome, problems)
-        if merged := {**summary, **run}:
+        older, newer = _by_age(_json(files.summary, problems), _json(files.outcome, problems))
+        if merged := {**older, **newer}:
             summaries.append(merged)
         for number in _attempts_in(each):
-            told = attempt_in(run, number) or attempt_in(summary, number) or {}
+            told = attempt_in(newer, number) or attempt_in(older, number) or {}
             attempts.setdefault(number, {}).update(_workers_of(files, number, told, problems))
             stragglers.setdefault(number, []).extend(_stragglers(files.stragglers(number), problems))
     return RecordedRun(folder, summaries, dict(sorted(attempts.items())), problems, stragglers)
@@ -122,6 +122,29 @@ def attempt_in(summary: Mapping[str, Any], number: int) -> Mapping[str, Any] | N
     attempts = summary.get("attempts")
     found = [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
     return next((each for each in found if each.get("number") == number), None)
+
+
+def _by_age(summary: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Returns `failure.json` and `run.json` with the newer one last. A full disk may have kept one of them old.
+
+    The content tells, since a copy of the folder may have other times. A file of another run, whose first attempt began
+    earlier, has nothing to say about this one, so it is empty then.
+    """
+    older, newer = sorted((summary, run), key=_progress)
+    is_other_run = 0 < _progress(older)[0] < _progress(newer)[0]
+    return ({} if is_other_run else older), newer
+
+
+def _progress(summary: Mapping[str, Any]) -> tuple[float, int, bool]:
+    """Returns how far a run had come when a file was written: its begin, its attempts, and whether the last had ended.
+
+    If all are equal, `sorted` leaves `run.json` last.
+    """
+    attempts = summary.get("attempts")
+    found = [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
+    begin = found[0].get("time") if found else None
+    has_ended = bool(found) and isinstance(found[-1].get("seconds"), int | float)
+    return begin if isinstance(begin, int | float) else 0.0, len(found), has_ended
 
 
 def number_of_workers(workers: Mapping[int, WorkerFiles]) -> int:
