@@ -1,12 +1,15 @@
 """The watchdog ends a stalled job and names the suspect, but never ends a healthy job."""
 
 import contextlib
+import inspect
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +45,7 @@ from tfdist.faults.coordination_store import DONE, OVER, CoordinationStore
 from tfdist.faults.shutdown import hear_aloud
 from tfdist.faults.stall_suspect import describe, suspect_of, unlike_calls, yet_to_come
 from tfdist.faults.stall_timeout import StallTimeout
+from tfdist.faults.stalled_line import stalled_line
 from tfdist.faults.watchdog import Creations, Watchdog, start
 from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.report.missing_workers import last_exchange, missed_exchanges
@@ -300,6 +304,21 @@ def test_the_description_of_workers_names_their_calls():
         "worker 0 is in step 5 (exchange) of `fit`, call 3, worker 1 is in no call of the strategy, after 2 calls "
         "and 5 steps, worker 2 does not answer, worker 3 is in step 5 (input)"
     )
+    hangs = describe({1: within("fit", 3, CALLBACK) | {"line": "train.py:31 in on_epoch_end"}})
+    assert hangs == "worker 1 is in step 6 (callback at train.py:31 in on_epoch_end) of `fit`, call 3"
+
+
+def test_the_line_of_a_stall_is_the_innermost_one_of_the_users_code():
+    fit = (inspect.getfile(inspect.unwrap(keras.Model.fit)), 400, "fit")
+    thread, program = (threading.__file__, 5, "wait"), ("/home/me/train.py", 40, "main")
+    training = [thread, ("/home/me/train.py", 31, "f" * 500), ("/x/site-packages/keras/a.py", 1, "b"), fit, program]
+    feeding = [thread, ("/home/me/rows.py", 7, "decode"), ("/x/site-packages/tensorflow/ops.py", 1, "call")]
+    other = [thread, ("/home/me/log.py", 3, "poll")]
+    stacks = {1: other, 2: feeding, 3: training}
+    assert stalled_line(stacks, CALLBACK) == f"train.py:31 in {'f' * 80}"
+    assert stalled_line(stacks, "input") == "rows.py:7 in decode"
+    assert stalled_line({1: other, 3: [thread, fit, program]}, "input") == "train.py:40 in main"
+    assert stalled_line({1: other}, EXCHANGE) == ""
 
 
 @pytest.mark.parametrize("name", SUSPECTS)
@@ -740,6 +759,7 @@ def test_an_endless_loop_ends_the_job_with_the_name_and_stack_of_its_worker(tmp_
     assert first["suspect"] == 1, reports
     assert first["step"] == 30 and first["message"] in outputs[first["worker"]]
     assert "on_train_batch_end" in first["stack"] or first["worker"] == 0
+    assert re.fullmatch(r"watched_training\.py:\d+", first["line"]) and f" at {first['line']})" in first["message"]
     assert "Thread MainThread:" in outputs[first["worker"]]
     waits, hangs = (read_events(tmp_path / f"run/attempt-3/events-{worker}.jsonl") for worker in range(2))
     assert (waits.header["phase"], hangs.header["phase"], hangs.header["step"]) == (EXCHANGE, CALLBACK, 30)

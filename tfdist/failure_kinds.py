@@ -11,7 +11,7 @@ import errno
 import pathlib
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tfdist.errors
 
@@ -102,6 +102,7 @@ _FRAMING = re.compile(
     r"^\{\{function_node .*?\}\} |^Error in user-defined function passed to \S+ transformation with iterator: \S+: |"
     r"^\(\d+\) [A-Z_]+: +| \[Op:[^\]]*\](?: name:.*)?$"
 )
+_MOST_CHARACTERS = 80  # Of the name of a file or function.
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(pathlib.Path(__file__).parent)}
@@ -223,12 +224,21 @@ def _without_framing(line: str) -> str:
 
 
 def user_line(stack: str) -> str | None:
-    """Returns the innermost line of a stack outside libraries and tfdist, such as "train.py:12 in load"."""
-    for frame in reversed(list(_FRAME.finditer(_COLOURS.sub("", stack)))):
-        path = frame["file"]
+    """Returns the innermost line of a traceback outside libraries and tfdist, such as "train.py:12 in load"."""
+    frames = list(_FRAME.finditer(_COLOURS.sub("", stack)))
+    return user_call((frame["file"], frame["line"], frame["name"]) for frame in reversed(frames))
+
+
+def user_call(calls: Iterable[tuple[str, int | str, str | None]]) -> str | None:
+    """Returns the innermost call outside libraries and tfdist, such as "train.py:12 in load".
+
+    Args:
+      calls: File, line and function of each call in a stack, the innermost first.
+    """
+    for path, line, name in calls:
         if path.endswith(".py") and not path.startswith(_LIBRARIES) and "/site-packages/" not in path:
-            where = f" in {frame['name']}" if frame["name"] and frame["name"] not in ("<module>", "None") else ""
-            return f"{pathlib.Path(path).name}:{frame['line']}{where}"
+            where = f" in {name[:_MOST_CHARACTERS]}" if name and name not in ("<module>", "None") else ""
+            return f"{pathlib.Path(path).name[-_MOST_CHARACTERS:]}:{line}{where}"
     return None
 
 

@@ -60,6 +60,7 @@ def write_report(
     causes: Sequence[Mapping[str, Any]] = (),
     message: str | None = None,
     stack: str | None = None,
+    line: str | None = None,
     suspect: int | None = None,
     step: int | None = None,
     section: str | None = None,
@@ -72,6 +73,7 @@ def write_report(
       causes: The exception and the chain of its causes, with the attributes of `failure_kinds.Cause`.
       message: Message of the exception or stall.
       stack: Stack of this worker.
+      line: Innermost line of the user's own code, if it is not the last one in `stack`.
       suspect: The peer believed to be the cause, if any.
       step: Step of this worker.
       section: Part of that step.
@@ -101,6 +103,7 @@ def write_report(
             "causes": list(causes),
             "message": message,
             "stack": stack,
+            "line": line,
             "suspect": suspect,
             "step": step,
             "section": section,

@@ -69,7 +69,8 @@ def describe(positions: Positions) -> str:
 def _place(position: Mapping[str, Any] | None) -> str:
     if position is None:
         return "does not answer"
-    place = f"is in step {position['step'] + 1} ({position['section']})"
+    line = f" at {position['line']}" if position.get("line") else ""
+    place = f"is in step {position['step'] + 1} ({position['section']}{line})"
     if position.get("call"):
         return f"{place} of {_named(position['call'])}"
     if position["section"] is None and "begun" in position:

@@ -22,7 +22,8 @@ every second, and another sends them to the peers every two seconds. The rules:
 - Workers in different calls wait in vain, as do workers that need a peer after its program has ended. Such a wait ends
   after about 10 s, or after the usual duration of a step.
 - A waiting worker logs a warning after half of its limit, at most 30 s, and then every minute. The warning gives the
-  duration, the position of each worker and the suspect.
+  duration, the position of each worker and the suspect. A worker that waits for no peer, such as in a callback, reads
+  its stack after 10 s, so that the warning also has the line of the user's code.
 
 A lone worker is watched only under `tfdist run`, which restarts it. Custom loops are not watched. Nor is the first
 batch of a generator or a `PyDataset`: Keras reads it for its structure before the call is noted. For its peers, the
@@ -53,6 +54,7 @@ from tfdist.errors import ClusterError
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.phase_names import EXCHANGE, ITS_END, MEETING, WAITING
+from tfdist.events.phase_times import TIMES
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
 from tfdist.faults.activity import Call
@@ -66,6 +68,7 @@ from tfdist.faults.stall_suspect import (
     yet_to_come,
 )
 from tfdist.faults.stall_timeout import StallTimeout
+from tfdist.faults.stalled_line import stalled_line
 from tfdist.run_files import is_supervised
 
 __all__ = [
@@ -85,6 +88,7 @@ _STOP_SECONDS = 2.0
 _LISTENERS = 16  # Threads that ask for the words of workers.
 _ABSENCE_SECONDS = 5.0
 _TELL_SECONDS = 10.0  # Before a worker that creates a variable logs its wait.
+_LINE_SECONDS = 10.0  # Without progress, before a worker reads its stack for its peers; and between two readings.
 _UNLIKE_SECONDS = 8.0  # Without progress, before different calls are looked for.
 _SAID_OF_ENDS = (" is gone", " ended by ")  # In the error of a collective after a worker has ended.
 _WARN_SECONDS, _WARN_AGAIN_SECONDS = 30.0, 60.0
@@ -225,6 +229,7 @@ class Watchdog:
         self._patience = patience
         self._position: dict[str, Any] = {"step": 0, "section": None, "may_take_long": False, "looks": 0}
         self._last_words: Mapping[int, Mapping[str, Any] | None] = {}
+        self._line, self._line_read = "", -math.inf  # The line of the user's code, and when the stack was read.
         self._absence: tuple[int, float] | None = None  # The step that a peer cannot join; since when this is known.
         self._looks = 0
         self._threads: list[threading.Thread] = []
@@ -237,7 +242,7 @@ class Watchdog:
         strategy = self._strategy()
         if strategy is not None and self._board.others:
             strategy.reports.activity.explain = self.explain
-        for target in (self._watch, self._post) if self._board.others else (self._watch,):
+        for target in (self._watch, self._show_life, *((self._post,) if self._board.others else ())):
             thread = threading.Thread(target=target, name=f"tfdist-watchdog{target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -261,6 +266,13 @@ class Watchdog:
                     self._warn(self._ask())
                 self._watch_creations(now)
             last = now
+
+    def _show_life(self) -> None:
+        """Writes the position to the file with the times, for the report about a worker that is frozen or killed."""
+        while not self._stopping.wait(_POLL_SECONDS):
+            with self._going_on():
+                position = self._position
+                TIMES.show_life(position["section"], EVENTS.steps_before + position["step"])
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -345,9 +357,19 @@ class Watchdog:
             with self._going_on(), contextlib.suppress(tf.errors.OpError, OSError):
                 if is_last:  # Peers that wait should learn whether only this worker was told to stop.
                     self._look(0.0)
-                self._board.say(self._subject, self._position)
+                self._board.say(self._subject, {**self._position, "line": self._line_for_peers()})
                 if not is_last:
                     self._look_for_the_absent()
+
+    def _line_for_peers(self) -> str | None:
+        """Returns the line of the user's code in which this worker makes no progress, unless it waits for peers."""
+        section, now = self._position["section"], time.monotonic()
+        is_late = self._patience.waited_seconds > _LINE_SECONDS
+        if not is_late or section in (None, WAITING, ITS_END) or self._patience.waits:
+            return None
+        if now - self._line_read > _LINE_SECONDS:
+            self._line, self._line_read = stalled_line(call_stack.calls_of_threads(), section), now
+        return self._line
 
     def _look_for_the_absent(self) -> None:
         """Makes an exchange fail if a peer's program has ended; for an exchange of a step, only records the absence."""
@@ -502,6 +524,8 @@ class Watchdog:
         ):
             self._forget_call()  # The call has failed, but its exception is still referenced.
             return
+        line = stalled_line(calls, self._position["section"])
+        positions = {**positions, self._board.worker: {**self._position, "line": line}}
         suspect = suspect_of(positions, self._board.worker)
         blamed = _blamed(suspect)
         limit = f" (limit {self._patience.limit_seconds:.0f} s)" if self._patience.is_over else ""
@@ -515,7 +539,8 @@ class Watchdog:
             sys.stderr.write(f"tfdist: {message}\n{stacks}\n")
             sys.stderr.flush()
             step, part = EVENTS.steps_before + self._position["step"], self._position["section"]
-            write_report("stall", message=message, stack=stacks, suspect=suspect, step=step, section=part)
+            where = {"line": line, "step": step, "section": part}
+            write_report("stall", message=message, stack=stacks, suspect=suspect, **where)
             seconds = round(self._patience.waited_seconds, 3)
             recorder.write_failure("stall", suspect=suspect, phase=part, waited_seconds=seconds)
         finally:

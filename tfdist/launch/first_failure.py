@@ -259,7 +259,7 @@ def _failure(
         signal=signal_name(-returncode) if returncode < 0 else None,
         log=str(path),
         reason=reason_in(message) if message else None,
-        line=user_line(stack) if stack else None,
+        line=report.get("line") or (user_line(stack) if stack and report.get("kind") == "exception" else None),
         output="\n".join(last_lines(output)),
         has_backups=report.get("step") is not None,
         **reported,
