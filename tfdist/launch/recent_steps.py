@@ -15,6 +15,7 @@ IN_STEPS = (INPUT, COMPUTE, EXCHANGE)
 
 _OF_TRAINING = (*IN_STEPS, OWN_LOOP, CALLBACK)
 _MOST_POINTS = 64
+_LITTLE = 0.1  # A loop of the script's own that runs `model.train_step` reports its steps, and has little other time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,5 +63,5 @@ class RecentSteps:
         seconds = sum(spent.values())
         if not seconds:
             return NOT_RECENT
-        parts = {} if spent[OWN_LOOP] else {phase: spent[phase] / seconds for phase in IN_STEPS}
+        parts = {} if spent[OWN_LOOP] > _LITTLE * seconds else {phase: spent[phase] / seconds for phase in IN_STEPS}
         return Recent((new.steps - old.steps) / seconds, parts)

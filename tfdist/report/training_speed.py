@@ -11,6 +11,7 @@ from tfdist.report.telemetry_series import at_step, continued, longest
 from tfdist.telemetry.telemetry_file import TelemetryFile
 
 _STEP = (INPUT, COMPUTE, EXCHANGE, OWN_LOOP, CALLBACK)
+_LITTLE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,8 @@ def speed_of(records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFil
     exchanged = statistics.fmean(each.seconds[EXCHANGE] for each in trained)
     rows = at_step(_rows_by_step(telemetry, first), last)
     # Steps that do not report only compute, and a loop of the script's own does not tell its exchanges.
-    is_known = exchanged and seconds and not any(each.seconds[OWN_LOOP] for each in trained)
-    efficiency = 1 - exchanged / seconds if is_known else None
+    unknown = statistics.fmean(each.seconds[OWN_LOOP] for each in trained)
+    efficiency = 1 - exchanged / seconds if exchanged and unknown < _LITTLE * seconds else None
     return StepSpeed(last - first, seconds, efficiency, rows, _typical_seconds(telemetry))
 
 
