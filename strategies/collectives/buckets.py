@@ -48,7 +48,8 @@ class Segment(NamedTuple):
 
     def of(self, flat: tf.Tensor) -> tf.Tensor:
         """Slices the segment out of its flattened tensor: [tensor's elements] -> [elements]."""
-        return flat if self.stop is None else flat[self.start : self.stop]
+        is_whole = self.stop is None or (self.start == 0 and self.stop == flat.shape[0])
+        return flat if is_whole else flat[self.start : self.stop]
 
     def bytes_of(self, tensor: tf.Tensor) -> int:
         """Bytes of the segment of `tensor`, or 0 if the size is not static."""
@@ -116,7 +117,8 @@ def join(
     flat = []
     total = 0
     for segment in bucket:
-        part = segment.of(tf.reshape(tensors[segment.tensor], [-1]))
+        tensor = tensors[segment.tensor]
+        part = segment.of(tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1]))
         flat.append(part)
         if segment.stop is None:
             continue
@@ -146,7 +148,9 @@ def separate(
         flat = [part for _, part in sorted(parts[position], key=lambda placed: placed[0])]
         whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
         shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-        whole = tf.reshape(tf.cast(whole, tensor.dtype), shape)
+        whole = tf.cast(whole, tensor.dtype)
+        if whole.shape != tensor.shape or not tensor.shape.is_fully_defined():
+            whole = tf.reshape(whole, shape)
         separated.append(whole if whole.shape == tensor.shape else tf.ensure_shape(whole, tensor.shape))
     return separated
 
@@ -157,6 +161,8 @@ def _split(bucket, total, granule):
         return [total]
     sizes = [segment.stop - segment.start for segment in bucket]
     padded = [segment.padded(granule) for segment in bucket]
+    if len(bucket) == 1 and total.shape[0] == sizes[0]:
+        return [total]
     if len(bucket) == 1 or sum(padded) > len(bucket) * _SLICED_ELEMENTS:
         starts = itertools.accumulate(padded, initial=0)
         return [total[start : start + size] for start, size in zip(starts, sizes, strict=False)]

@@ -5,6 +5,7 @@ time. TensorFlow still detects dead workers: while a step waits here, a thread c
 collectives would still run.
 """
 
+import enum
 import functools
 import os
 import queue
@@ -42,6 +43,12 @@ _MOST_ROUNDS = 1 << 14
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
+class _Form(enum.Enum):
+    TO_ALL = "all rows go to all workers"
+    APART = "each worker gets a row of its own"
+    JOINED = "all rows go to all workers, which join them"
+
+
 class PeerExchange:
     """Exchanges the tensors of steps between all workers, over their own connections and without extra copies.
 
@@ -69,6 +76,8 @@ class PeerExchange:
         for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
             threading.Thread(target=target, args=args, name=f"tfdist-peers-{name}", daemon=True).start()
         recorder.add_state(self._state)
+        self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange of a graph.
+        self._run = tf.function(self._exchanged, autograph=False)
 
     def exchange(
         self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
@@ -87,26 +96,48 @@ class PeerExchange:
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
         """
-        workers, others = len(self._names), len(self._streams)
-        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if apart else 1, -1])
-        size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
+        return self._call(rows, group, key, token, _Form.APART if apart else _Form.TO_ALL)
+
+    def exchange_joined(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
+        """Sends a tensor to all workers, and returns those of all workers, joined along axis 0; see `exchange`."""
+        return self._call(rows, group, key, token, _Form.JOINED)
+
+    def _call(self, rows, group, key, token, form):
         with tf.init_scope(), tf.device("CPU:0"):
             inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
+        with self._lock:
+            self._inboxes.append(inbox)
+            place = len(self._inboxes) - 1
+        return self._run(rows, tf.constant([place, group]), key, inbox.queue_ref, token, form)
+
+    def _exchanged(self, rows, labels, key, inbox, token, form):
+        """Exchanges a tensor. Returns what workers have sent, as `form` says.
+
+        The operations of an exchange take megabytes while Python traces them, so all exchanges of one type and shape
+        call one function. TensorFlow inlines it. If it did not, a function would keep what it has received until the
+        next step, and an error in one of them would first cancel the others, so that the step fails as cancelled.
+        """
+        workers, own = len(self._names), self._worker
+        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if form is _Form.APART else 1, -1])
+        size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
-        key = tf.numpy_function(functools.partial(self._begin, inbox, group), [key, sent], tf.int32, stateful=False)
+        begin = functools.partial(self._begin, form)
+        key = tf.numpy_function(begin, [labels, key, sent], tf.int32, stateful=False)
 
         def take():
-            received = tf.reshape(inbox.dequeue(), [-1])
+            received = tf.reshape(tf.raw_ops.QueueDequeueV2(handle=inbox, component_types=[tf.uint8])[0], [-1])
             return tf.bitcast(received[-_KEY_BYTES:], tf.int32), received
 
         # Skips the messages that an earlier, failed step has left in the inbox, under other keys.
         got, received = tf.while_loop(lambda got, _: (got != key) & (got != _FAILED), lambda *_: take(), take())
         checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
-        own = rows[self._worker : self._worker + 1] if apart else rows
         with tf.control_dependencies([checked]):
-            parts = tf.unstack(tf.reshape(received[: others * size], [others, size]), num=others)
-        parts = [_as(part, own) for part in parts]
-        return [*parts[: self._worker], own, *parts[self._worker :]]
+            received = received[: workers * size]
+        if form is _Form.JOINED:
+            return _joined(received, rows, workers)
+        parts = tf.unstack(tf.reshape(received, [workers, size]), num=workers)
+        like = rows[own : own + 1] if form is _Form.APART else rows
+        return [like if worker == own else _as(part, like) for worker, part in enumerate(parts)]
 
     def carried_bytes(self) -> int:
         """Returns the number of bytes sent and received, by which the watchdog sees progress, however slow."""
@@ -126,10 +157,12 @@ class PeerExchange:
         """Whether the connections can carry a tensor like `rows`: numbers, in a graph."""
         return rows.dtype in _CARRIED and not tf.executing_eagerly()
 
-    def _begin(self, inbox, group, key, sent):
-        """Sends this worker's part of an exchange, returns its key. The step awaits the result in the queue `inbox`."""
+    def _begin(self, form, labels, key, sent):
+        """Sends this worker's part of an exchange, returns its key. The step awaits the result in an inbox."""
+        place, group = map(int, labels)
+        inbox = self._inboxes[place]
         try:
-            fault = self._join(inbox, (group, int(key)), sent)
+            fault = self._join(inbox, (group, int(key)), sent, form)
         except Exception as error:  # On any error: peers must not wait for this worker.
             fault = f"{self._names[self._worker]} cannot send: {error}"
         if fault:
@@ -137,7 +170,7 @@ class PeerExchange:
             self._tell_of_failure(inbox)
         return key
 
-    def _join(self, inbox, tag, sent):
+    def _join(self, inbox, tag, sent, form):
         """Joins an exchange and sends this worker's part. Returns the error message if that fails, else `None`."""
         size = sent.shape[1]
         with self._lock:
@@ -151,6 +184,8 @@ class PeerExchange:
                 return fault
         for peer in self._streams:
             self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
+        if form is _Form.JOINED:
+            current.row(self._worker)[:] = sent[0]
         if self._is_whole(tag, current, self._worker):
             # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
             self._whole.put((tag, current))
@@ -379,23 +414,27 @@ class _PendingCollective:
     def __init__(self, worker, workers, size):
         if size > _MOST_BYTES:
             raise ValueError(f"an exchange takes less than 2 GiB of each worker, got {size} bytes; split the tensors")
-        self._worker, self._others, self.size, self.missing = worker, workers - 1, size, set(range(workers))
-        self._tensor, self._bytes = None, None
+        self._workers, self.size, self.missing = workers, size, set(range(workers))
+        self._tensor, self._bytes, self._lock = None, None, threading.Lock()
         self.inbox, self.since = None, 0.0
 
     def waits(self, since):
         """Whether this worker's step has waited for the exchange since before the time `since`."""
         return self.inbox is not None and self.since < since
 
-    def row(self, peer):
-        """Returns the part of the receive buffer for the bytes of a peer."""
-        if self._bytes is None:
+    def row(self, worker):
+        """Returns the part of the receive buffer for the bytes of a worker."""
+        with self._lock:  # This worker's step and the receiving thread fill the buffer.
+            if self._bytes is None:
+                self._allocate()
+        return self._bytes[worker * self.size : (worker + 1) * self.size]
+
+    def _allocate(self):
+        with tf.device("CPU:0"):
             # TensorFlow owns the memory, so that no thread needs the interpreter's lock to free it.
-            self._tensor = tf.raw_ops.Empty(shape=_shape(self._others * self.size + _KEY_BYTES), dtype=tf.uint8)
-            # A view, without a copy. `np.asarray` would make a read-only array.
-            self._bytes = self._tensor.__array__().reshape(-1)
-        place = peer - (peer > self._worker)
-        return self._bytes[place * self.size : (place + 1) * self.size]
+            self._tensor = tf.raw_ops.Empty(shape=_shape(self._workers * self.size + _KEY_BYTES), dtype=tf.uint8)
+        # A view, without a copy. `np.asarray` would make a read-only array.
+        self._bytes = self._tensor.__array__().reshape(-1)
 
     def deliver(self, key):
         """Puts the received bytes and the key into the inbox of this worker's step."""
@@ -451,5 +490,15 @@ class _Arrival:
 
 def _as(part, own):
     """Converts the received bytes of a peer to a tensor with the type and shape of `own`."""
-    bits = tf.reshape(part, [-1, own.dtype.size] if own.dtype.size > 1 else [-1])
-    return tf.ensure_shape(tf.reshape(tf.bitcast(bits, own.dtype), tf.shape(own)), own.shape)
+    return tf.ensure_shape(tf.reshape(_of_type(part, own.dtype), tf.shape(own)), own.shape)
+
+
+def _joined(received, own, workers):
+    """Converts the received bytes of all workers to tensors like `own`, joined along axis 0, without a copy."""
+    sizes = tf.shape(own) * tf.constant([workers, *[1] * (own.shape.rank - 1)])
+    rows = None if own.shape[0] is None else workers * own.shape[0]
+    return tf.ensure_shape(tf.reshape(_of_type(received, own.dtype), sizes), [rows, *own.shape[1:]])
+
+
+def _of_type(received, dtype):
+    return tf.bitcast(tf.reshape(received, [-1, dtype.size] if dtype.size > 1 else [-1]), dtype)

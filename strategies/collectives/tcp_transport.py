@@ -28,7 +28,7 @@ class TcpTransport(TensorFlowTransport):
     def all_gather_joined(self, rows, options):
         if not self._carries(rows, options):
             return super().all_gather_joined(rows, options)
-        return tf.concat(self._exchange(rows, apart=False), axis=0)
+        return self._peers.exchange_joined(rows, *self.launcher.next_exchange())
 
     def all_to_all(self, rows, options):
         return self._exchange(rows, apart=True) if self._carries(rows, options) else super().all_to_all(rows, options)

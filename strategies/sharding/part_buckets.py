@@ -17,11 +17,14 @@ from tfdist.strategies.collectives.buckets import (
 from tfdist.strategies.sharding.part_tensors import rows_of, whole_of
 from tfdist.strategies.sharding.partition import Partition
 
+_MOST_BYTES = 1 << 30  # An exchange takes less than 2 GiB of each worker.
+
 
 class PartBuckets:
     """The arrangement in buckets of tensors of one dtype that are divided among shards.
 
     A bucket is a matrix with a row for each shard. A row holds the shard's parts of several tensors one after another.
+    A tensor alone, such as a weight that a step reads, is one bucket.
 
     Args:
       partitions: The division of each tensor, all into the same number of parts.
@@ -36,9 +39,11 @@ class PartBuckets:
     def __init__(self, partitions: Sequence[Partition], dtype: tf.DType, granule: int = 1, *, repeats: bool = False):
         self._partitions, self._granule, self._repeats = partitions, granule, repeats
         shards = partitions[0].shards
-        limit = bucket_bytes([tf.TensorSpec(each.shape, dtype) for each in partitions])
         self._like = [tf.TensorSpec([each.part_elements], dtype) for each in partitions]
-        self._buckets = fill_buckets(self._like, limit // shards, granule, part_bytes=part_bytes(shards) // shards)
+        limit = bucket_bytes([tf.TensorSpec(each.shape, dtype) for each in partitions]) // shards
+        if len(partitions) == 1 and granule == 1:  # To cut it and to join it again would take its memory once more.
+            limit = _MOST_BYTES
+        self._buckets = fill_buckets(self._like, limit, granule, part_bytes=part_bytes(shards) // shards)
         self.columns = [sum(segment.padded(granule) for segment in bucket) for bucket in self._buckets]
 
     def join_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -55,7 +60,8 @@ class PartBuckets:
         """Inverse of `join_parts`."""
         del shard
         parts = separate(self._buckets, rows, self._like, self._granule)
-        return [tf.reshape(part, each.part_shape) for part, each in zip(parts, self._partitions, strict=True)]
+        shaped = zip(parts, self._partitions, strict=True)
+        return [part if part.shape == each.part_shape else tf.reshape(part, each.part_shape) for part, each in shaped]
 
     def separate_tensors(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
         """Inverse of `join_tensors`."""

@@ -50,6 +50,8 @@ def part_of_slices(partition: Division, slices: tf.IndexedSlices, shard: int) ->
 
 def rows_of(partition: Partition, tensor: Any) -> tf.Tensor:
     """Lays the parts of a tensor out as rows: partition.shape -> [shards, part_elements]."""
+    if not partition.padding and not partition.in_turn:
+        return tf.reshape(tensor, [partition.shards, partition.part_elements])
     rows = _padded(tf.reshape(tensor, [partition.rows, *partition.part_shape[1:]]), partition.padding)
     if partition.in_turn:
         rows = tf.transpose(tf.reshape(rows, [partition.part_shape[0], partition.shards, -1]), [1, 0, 2])
@@ -59,6 +61,8 @@ def rows_of(partition: Partition, tensor: Any) -> tf.Tensor:
 def whole_of(partition: Partition, rows: tf.Tensor) -> tf.Tensor:
     """Joins the parts of all shards, the inverse of `rows_of`: [shards, part_elements] -> partition.shape."""
     size = partition.part_shape[0]
+    if not partition.padding and not partition.in_turn:
+        return tf.reshape(rows, partition.shape)
     if partition.in_turn:
         rows = tf.transpose(tf.reshape(rows, [partition.shards, size, -1]), [1, 0, 2])
     rows = tf.reshape(rows, [size * partition.shards, *partition.part_shape[1:]])
