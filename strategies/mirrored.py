@@ -11,6 +11,7 @@ from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy
 from tfdist.strategies.replicated_extended import ReplicatedExtended
+from tfdist.strategies.sharding.freed_memory import return_freed_memory
 from tfdist.strategies.virtual_devices import local_devices
 
 
@@ -51,6 +52,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
     ):
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         warn_if_one_of_many(never_joins=True)
+        if model_sharding == "parameters":
+            return_freed_memory()
         devices = devices or local_devices()
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)

@@ -28,6 +28,7 @@ from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy, StrategyUse
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
+from tfdist.strategies.sharding.freed_memory import return_freed_memory
 from tfdist.strategies.sharding.state_creation import check_model_sharding
 from tfdist.strategies.tensor_origin import Origin, origins_of, sizes_of
 from tfdist.strategies.virtual_devices import make_virtual_devices
@@ -102,6 +103,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         self.compression, self.model_sharding = compression, model_sharding
         check_model_sharding(model_sharding)
+        if model_sharding == "parameters":
+            return_freed_memory()
         self.transport = transport
         if cluster_resolver is None and ClusterSpec.from_env() is None:
             warn_if_one_of_many()
