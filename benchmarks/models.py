@@ -1,10 +1,11 @@
-"""The four models of the benchmarks, and their batches, equal for every framework.
+"""The models of the benchmarks, and their batches, equal for every framework.
 
 Each model is written twice from the same sizes: for Keras (3, or Keras 2 as `tf_keras`) and for PyTorch. A framework is
 only imported by the functions that need it.
 """
 
 import dataclasses
+import time
 import types
 from typing import Any
 
@@ -15,6 +16,7 @@ IMAGE, CNN_WIDTHS, CNN_BLOCKS = 32, (16, 32, 64), 5
 FEATURES, HIDDEN = 256, (1792, 1792, 1792, 1792)
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 1536, 64, 384, 6, 5
 ITEMS, ITEM_WIDTH, ITEMS_PER_ROW = 150_000, 64, 64
+EMULATED_LAYERS, EMULATED_WIDTH, EMULATED_SECONDS = 10, 1000, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ MODELS = {
     "transformer": Model(10_078_848, 4, "language model of 64 tokens a row; its token embedding is sparse in Keras"),
     "cnn": Model(466_906, 8, "residual network with batch normalization: many small tensors"),
     "embedding": Model(9_604_810, 64, "one large embedding, of which a batch touches little: sparse gradients"),
+    "emulated": Model(10_000_000, 4, "an accelerator: gradients appear layer by layer in 100 ms without a processor"),
 }
 
 
@@ -47,6 +50,8 @@ def make_batch(name: str, worker: int) -> tuple[np.ndarray, np.ndarray]:
     labels = rng.integers(CLASSES, size=rows)
     if name == "mlp":
         return rng.standard_normal((rows, FEATURES), dtype=np.float32), labels
+    if name == "emulated":
+        return rng.standard_normal((rows, CLASSES), dtype=np.float32), labels
     if name == "cnn":
         return rng.standard_normal((rows, IMAGE, IMAGE, 3), dtype=np.float32), labels
     if name == "embedding":
@@ -57,7 +62,13 @@ def make_batch(name: str, worker: int) -> tuple[np.ndarray, np.ndarray]:
 
 def keras_model(name: str, keras: types.ModuleType) -> Any:
     """A model that returns logits, made with the module `keras` or `tf_keras`."""
-    make = {"mlp": _keras_mlp, "transformer": _keras_transformer, "cnn": _keras_cnn, "embedding": _keras_embedding}
+    make = {
+        "mlp": _keras_mlp,
+        "transformer": _keras_transformer,
+        "cnn": _keras_cnn,
+        "embedding": _keras_embedding,
+        "emulated": _keras_emulated,
+    }
     return make[name](keras)
 
 
@@ -117,9 +128,43 @@ def _keras_transformer(keras):
     return keras.Model(inputs, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
 
 
+def _keras_emulated(keras):
+    import tensorflow as tf
+
+    def sleep(upstream):
+        time.sleep(EMULATED_SECONDS / EMULATED_LAYERS)
+        return upstream
+
+    @tf.custom_gradient
+    def passed_on(x, weight):
+        def backward(upstream):
+            slept = tf.numpy_function(sleep, [upstream], upstream.dtype, stateful=False)
+            with tf.control_dependencies([slept]):
+                return tf.ensure_shape(slept, upstream.shape), tf.identity(weight)
+
+        return tf.identity(x), backward
+
+    class Emulated(keras.layers.Layer):
+        """Returns its input. The backward pass sleeps, and then returns the weight as its gradient."""
+
+        def build(self, input_shape):
+            self.weight = self.add_weight(shape=(EMULATED_WIDTH, EMULATED_WIDTH), name="weight")
+
+        def call(self, x):
+            return passed_on(x, tf.convert_to_tensor(self.weight))
+
+    return keras.Sequential([keras.layers.Input((CLASSES,)), *(Emulated() for _ in range(EMULATED_LAYERS))])
+
+
 def torch_model(name: str) -> Any:
     """The same model as a `torch.nn.Module`; images are [B, 3, height, width]."""
-    make = {"mlp": _torch_mlp, "transformer": _torch_transformer, "cnn": _torch_cnn, "embedding": _torch_embedding}
+    make = {
+        "mlp": _torch_mlp,
+        "transformer": _torch_transformer,
+        "cnn": _torch_cnn,
+        "embedding": _torch_embedding,
+        "emulated": _torch_emulated,
+    }
     return make[name]()
 
 
@@ -185,3 +230,32 @@ def _torch_transformer():
             return self.head(self.body(x, mask=self.mask, is_causal=True))
 
     return Transformer()
+
+
+def _torch_emulated():
+    import torch
+
+    class PassedOn(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, weight):
+            context.save_for_backward(weight)
+            return x.clone()
+
+        @staticmethod
+        def backward(context, upstream):
+            time.sleep(EMULATED_SECONDS / EMULATED_LAYERS)
+            return upstream, context.saved_tensors[0].detach()
+
+    class Emulated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(EMULATED_WIDTH, EMULATED_WIDTH) / EMULATED_WIDTH)
+
+        def forward(self, x):
+            return PassedOn.apply(x, self.weight)
+
+    class First(torch.nn.Module):
+        def forward(self, x):
+            return x.requires_grad_()  # Else autograd would not call the backward pass of the first layer in order.
+
+    return torch.nn.Sequential(First(), *(Emulated() for _ in range(EMULATED_LAYERS)))

@@ -112,13 +112,13 @@ class Among:
     def __init__(self, transport, rank, members):
         self.ranks, self._all, self._members, self._place = len(members), transport, members, members.index(rank)
 
-    def all_gather_joined(self, rows, options):
-        everyone = self._all.all_gather(rows)
+    def all_gather(self, rows, options):
+        everyone = self._all.all_gather(rows[None])
         return tf.concat([everyone[i] for i in self._members], axis=0)
 
     def all_to_all(self, rows, options):
-        everyone = self._all.all_gather(rows)
-        return [everyone[i][self._place : self._place + 1] for i in self._members]
+        everyone = self._all.all_gather(rows[None])
+        return tf.stack([everyone[i][self._place] for i in self._members])
 
 
 def test_devices_of_a_worker_sum_first():

@@ -71,7 +71,7 @@ class CodecGroup:
                 self.codec, part, tuple(own[:first]), tuple(own[first:]), across, options
             )
             if within is not None:
-                total = tf.ensure_shape(within.all_gather_joined(total, options), joined.shape)
+                total = tf.ensure_shape(within.all_gather(total, options), joined.shape)
             if not self.codec.keeps_zeros:
                 new_first, new_second = self._without_padding(bucket, new_first, new_second, replica, collectives)
             total, new_first, new_second = watch.end([total, new_first, new_second])
@@ -138,7 +138,7 @@ class CodecGroup:
 
 def _sum_of_own_part(within: Transport, bucket: tf.Tensor, options: Any) -> tf.Tensor:
     """Sums this device's part of a bucket over the devices of the worker: [elements] -> [elements / devices]."""
-    return sum_in_order(within.all_to_all(tf.reshape(bucket, [within.ranks, -1]), options))[0]
+    return sum_in_order(within.all_to_all(tf.reshape(bucket, [within.ranks, -1]), options))
 
 
 def in_two_shots(codec: WordCodec, ranks: int) -> bool:
@@ -207,9 +207,9 @@ def encode(codec: WordCodec, rows: tf.Tensor, state: State) -> tuple[tf.Tensor, 
     return _encode(codec, _is_compiled(rows))(rows, state)
 
 
-def sum_encoded(codec: WordCodec, rows: Sequence[tf.Tensor], elements: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decodes the row of each rank and sums in the order of ranks: the sum [1, elements], and whether it is finite."""
-    return _sum(codec, elements * len(rows) >= _COMPILED_ELEMENTS)(rows, elements)
+def sum_encoded(codec: WordCodec, rows: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Decodes the rows of all ranks and sums in the order of ranks: the sum [1, elements], and whether it is finite."""
+    return _sum(codec, elements * rows.shape[0] >= _COMPILED_ELEMENTS)(rows, elements)
 
 
 def _is_compiled(bucket: tf.Tensor) -> bool:
@@ -236,10 +236,7 @@ def _sum(codec: WordCodec, compiled: bool):
 
 @functools.cache
 def _decode(codec: WordCodec, compiled: bool):
-    def decode(rows, elements):
-        return _checked(codec, tf.concat([codec.decode(row, elements) for row in rows], axis=0), rows, elements)
-
-    return _function(decode, compiled)
+    return _function(lambda rows, elements: _checked(codec, codec.decode(rows, elements), rows, elements), compiled)
 
 
 def _checked(codec, total, rows, elements):
@@ -248,10 +245,10 @@ def _checked(codec, total, rows, elements):
     def look():
         return tf.reduce_all(tf.math.is_finite(total))
 
-    bounds = [codec.bound(row, elements) for row in rows]
-    if None in bounds:
+    bounds = codec.bound(rows, elements)
+    if bounds is None:
         return total, look()
-    is_bounded = tf.reduce_all(tf.math.is_finite(tf.add_n(bounds)))
+    is_bounded = tf.reduce_all(tf.math.is_finite(tf.reduce_sum(bounds, axis=0)))
     return total, tf.cond(is_bounded, lambda: True, look)
 
 
@@ -259,6 +256,6 @@ def _function(function, compiled):
     return tf.function(function, jit_compile=True, autograph=False) if compiled else function
 
 
-def _sum_rows(codec: WordCodec, rows: Sequence[tf.Tensor], elements: int) -> tf.Tensor:
-    """Decodes the message of each rank and sums in the order of ranks: [1, words] each -> float32 [1, elements]."""
-    return sum_in_order([codec.decode(row, elements) for row in rows])
+def _sum_rows(codec: WordCodec, rows: tf.Tensor, elements: int) -> tf.Tensor:
+    """Decodes the messages of all ranks and sums in the order of ranks: [ranks, words] -> float32 [1, elements]."""
+    return sum_in_order(codec.decode(rows, elements))[None]

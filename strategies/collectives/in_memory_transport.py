@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tfdist.strategies.collectives.transport import all_reduce_in_order
+from tfdist.strategies.collectives.transport import all_reduce_in_order, sum_in_order
 
 _Result = TypeVar("_Result")
 
@@ -18,16 +18,16 @@ class InMemoryTransport:
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier):
         self.ranks, self._rank, self._sent, self._barrier = len(sent), rank, sent, barrier
 
-    def all_gather(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
+    def all_gather(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
         del options
-        return self._exchange(rows)
+        return tf.concat(self._exchange(rows), axis=0)
 
-    def all_gather_joined(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
-        return tf.concat(self.all_gather(rows, options), axis=0)
-
-    def all_to_all(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
+    def all_to_all(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
         del options
-        return [theirs[self._rank : self._rank + 1] for theirs in self._exchange(rows)]
+        return tf.stack([theirs[self._rank] for theirs in self._exchange(rows)])
+
+    def sum_sent_whole(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
+        return sum_in_order(self.all_gather(tensor[None], options))
 
     def all_reduce(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
         return all_reduce_in_order(self, tensor, options)

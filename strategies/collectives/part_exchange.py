@@ -37,13 +37,13 @@ class PartExchange:
         if within is not None:
             rows = sum_in_order(within.all_to_all(tf.reshape(rows, [within.ranks, -1]), options))
         rows = tf.reshape(rows, [across.ranks, elements]) if rows.shape[0] != across.ranks else rows
-        return tf.reshape(sum_in_order(across.all_to_all(rows, options)), [elements])
+        return sum_in_order(across.all_to_all(rows, options))
 
     def all_gather(self, row: tf.Tensor, replica: int, options: Any) -> tf.Tensor:
         """Returns the rows of all replicas: [n] -> [shards, n]."""
         within, across = self._collectives.within_worker(replica), self._collectives.across_workers(replica)
-        rows = across.all_gather_joined(tf.expand_dims(row, 0), options)  # [1, n] -> [ranks, n]
+        rows = across.all_gather(tf.expand_dims(row, 0), options)  # [1, n] -> [ranks, n]
         if within is not None:
-            rows = within.all_gather_joined(tf.reshape(rows, [1, -1]), options)
+            rows = within.all_gather(tf.reshape(rows, [1, -1]), options)
         shape = [self.shards, row.shape[0]]
         return rows if rows.shape == shape else tf.reshape(rows, shape)

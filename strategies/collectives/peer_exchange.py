@@ -24,6 +24,7 @@ from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.event_file import EXCHANGE
 from tfdist.strategies.collectives.link_speeds import LinkSpeeds
+from tfdist.strategies.collectives.message_sender import MessageSender
 from tfdist.strategies.collectives.socket_streams import stream_of
 
 _HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the number of bytes that follow.
@@ -33,7 +34,6 @@ _FAILED = -1  # In place of a key; keys are positive.
 _LOOK_SECONDS = 1.0
 _UNLIKE_SECONDS = 60.0  # Longest wait for a worker that sends other exchanges meanwhile.
 _PROBE_KEYS = 1 << 30  # Larger than the group keys of strategy k, which count up from 65536 * k + 1.
-_AT_ONCE_BYTES = 256 << 10  # Waking a thread takes longer than copying this many bytes.
 _WAKING_BYTES = 256 << 10  # Bytes of a long message that wake the receiving thread again.
 _MOST_BYTES = (1 << 31) - 1  # Largest message, since the sizes of tensors that Python makes are int32.
 _ROW_BITS = 20  # A tensor of more bytes is a matrix with rows of 2**20 bytes.
@@ -44,9 +44,9 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
 class _Form(enum.Enum):
-    TO_ALL = "all rows go to all workers"
-    APART = "each worker gets a row of its own"
-    JOINED = "all rows go to all workers, which join them"
+    ALL_GATHER = "each worker sends its rows to all"
+    ALL_TO_ALL = "each worker sends one row to each"
+    SWAP = "two workers send a tensor to each other"
 
 
 class PeerExchange:
@@ -64,43 +64,39 @@ class PeerExchange:
         self._gone: dict[int, str] = {}  # Error messages about peers without a connection.
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
-        self._sending = {peer: threading.Lock() for peer in connections}
         # Complete exchanges, which the receiving thread delivers.
         self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = queue.SimpleQueue()
         self._poll = select.epoll()
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._send_queues: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in connections}
-        # Numbers of messages put in the send queues, and of those sent. Only the sending thread changes the latter.
-        self._given, self._sent = dict.fromkeys(connections, 0), dict.fromkeys(connections, 0)
-        threads: list = [("send", self._send, (peer,)) for peer in connections]
-        for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
-            threading.Thread(target=target, args=args, name=f"tfdist-peers-{name}", daemon=True).start()
+        self._sender = MessageSender(self._streams, self._lose)
+        for name, target in [("receive", self._receive), ("watch", self._watch)]:
+            threading.Thread(target=target, name=f"tfdist-peers-{name}", daemon=True).start()
         recorder.add_state(self._state)
         self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange of a graph.
         self._run = tf.function(self._exchanged, autograph=False)
+        self._await_bytes = tf.function(self._awaited, autograph=False)
 
-    def exchange(
-        self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
-    ) -> list[tf.Tensor]:
-        """Sends a tensor to all workers, and returns what each of them sends to this one, in the order of workers.
-
-        If `apart`, row j of [workers, ...] goes only to worker j, and each worker sends only one row, [1, ...].
+    def all_gather(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
+        """Sends rows to all workers. Returns the rows of all workers in order: [n, ...] -> [workers * n, ...].
 
         Args:
           rows: A tensor of equal type and shape on all workers.
           group: The key of the group of replicas that exchange.
           key: int32 [], positive, different from the keys of the group's other pending exchanges.
           token: A handle by which TensorFlow orders operations that can fail.
-          apart: Whether each worker gets a row of its own. If not, all rows go to all workers.
 
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
         """
-        return self._call(rows, group, key, token, _Form.APART if apart else _Form.TO_ALL)
+        return self._call(rows, group, key, token, _Form.ALL_GATHER)
 
-    def exchange_joined(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
-        """Sends a tensor to all workers, and returns those of all workers, joined along axis 0; see `exchange`."""
-        return self._call(rows, group, key, token, _Form.JOINED)
+    def all_to_all(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
+        """Sends row j to worker j. Returns the rows from all workers in order, as `rows`; see `all_gather`."""
+        return self._call(rows, group, key, token, _Form.ALL_TO_ALL)
+
+    def swap(self, tensor: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
+        """Sends a tensor to the only other worker. Returns the tensor of that worker; see `all_gather`."""
+        return self._call(tensor, group, key, token, _Form.SWAP)
 
     def _call(self, rows, group, key, token, form):
         with tf.init_scope(), tf.device("CPU:0"):
@@ -111,18 +107,26 @@ class PeerExchange:
         return self._run(rows, tf.constant([place, group]), key, inbox.queue_ref, token, form)
 
     def _exchanged(self, rows, labels, key, inbox, token, form):
-        """Exchanges a tensor. Returns what workers have sent, as `form` says.
+        """Exchanges a tensor. Returns what the workers have sent, in one tensor.
 
         The operations of an exchange take megabytes while Python traces them, so all exchanges of one type and shape
         call one function. TensorFlow inlines it. If it did not, a function would keep what it has received until the
         next step, and an error in one of them would first cancel the others, so that the step fails as cancelled.
         """
-        workers, own = len(self._names), self._worker
-        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if form is _Form.APART else 1, -1])
+        workers = len(self._names)
+        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if form is _Form.ALL_TO_ALL else 1, -1])
         size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
         begin = functools.partial(self._begin, form)
         key = tf.numpy_function(begin, [labels, key, sent], tf.int32, stateful=False)
+        received = self._await_bytes(inbox, key, token)
+        if form is _Form.SWAP:
+            other = 1 - self._worker
+            return _like(received[other * size : (other + 1) * size], rows)
+        return _like(received[: workers * size], rows, times=workers if form is _Form.ALL_GATHER else 1)
+
+    def _awaited(self, inbox, key, token):
+        """Awaits an exchange in an inbox. Returns the bytes of all workers, and those of the key behind them."""
 
         def take():
             received = tf.reshape(tf.raw_ops.QueueDequeueV2(handle=inbox, component_types=[tf.uint8])[0], [-1])
@@ -132,12 +136,7 @@ class PeerExchange:
         got, received = tf.while_loop(lambda got, _: (got != key) & (got != _FAILED), lambda *_: take(), take())
         checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
         with tf.control_dependencies([checked]):
-            received = received[: workers * size]
-        if form is _Form.JOINED:
-            return _joined(received, rows, workers)
-        parts = tf.unstack(tf.reshape(received, [workers, size]), num=workers)
-        like = rows[own : own + 1] if form is _Form.APART else rows
-        return [like if worker == own else _as(part, like) for worker, part in enumerate(parts)]
+            return tf.identity(received)
 
     def carried_bytes(self) -> int:
         """Returns the number of bytes sent and received, by which the watchdog sees progress, however slow."""
@@ -183,26 +182,14 @@ class PeerExchange:
                 self._refused = self._refused or [(tag, current)]
                 return fault
         for peer in self._streams:
-            self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
-        if form is _Form.JOINED:
-            current.row(self._worker)[:] = sent[0]
+            self._sender.give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
+        if form is not _Form.SWAP:
+            current.row(self._worker)[:] = sent[self._worker] if len(sent) > 1 else sent[0]
         if self._is_whole(tag, current, self._worker):
             # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
             self._whole.put((tag, current))
             os.eventfd_write(self._wakeup_fd, 1)
         return None
-
-    def _give(self, peer, header, row):
-        """Sends a message (header, row): a short one at once, if the connection has room; a thread sends the rest."""
-        header, row = memoryview(header), memoryview(row)
-        with self._sending[peer]:
-            if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
-                count = self._streams[peer].send_now(header, row)
-                if count == header.nbytes + row.nbytes:
-                    return
-                header, row = header[count:], row[max(count - header.nbytes, 0) :]
-            self._given[peer] += 1
-            self._send_queues[peer].put((header, row))
 
     def _round(self, tag, size):
         """Returns the pending exchange with a tag (group, key), made when its first part comes. Needs the lock."""
@@ -291,18 +278,7 @@ class PeerExchange:
             final_op="Id",
         )
 
-    # Threads: one sender of long messages per peer, one receiver, and one watcher.
-
-    def _send(self, peer):
-        stream, waiting = self._streams[peer], self._send_queues[peer]
-        try:
-            while True:
-                header, row = waiting.get()
-                stream.send(header, row)
-                del row  # Frees its memory before the next message comes.
-                self._sent[peer] += 1
-        except Exception as error:  # On any error: steps must not wait for this peer.
-            self._lose(peer, error)
+    # Threads: one receiver and one watcher, beside those of the sender.
 
     def _receive(self):
         arrivals = {stream.fileno(): _Arrival(peer, stream) for peer, stream in self._streams.items()}
@@ -488,17 +464,12 @@ class _Arrival:
         self._stream.close()
 
 
-def _as(part, own):
-    """Converts the received bytes of a peer to a tensor with the type and shape of `own`."""
-    return tf.ensure_shape(tf.reshape(_of_type(part, own.dtype), tf.shape(own)), own.shape)
-
-
-def _joined(received, own, workers):
-    """Converts the received bytes of all workers to tensors like `own`, joined along axis 0, without a copy."""
-    sizes = tf.shape(own) * tf.constant([workers, *[1] * (own.shape.rank - 1)])
-    rows = None if own.shape[0] is None else workers * own.shape[0]
-    return tf.ensure_shape(tf.reshape(_of_type(received, own.dtype), sizes), [rows, *own.shape[1:]])
-
-
-def _of_type(received, dtype):
-    return tf.bitcast(tf.reshape(received, [-1, dtype.size] if dtype.size > 1 else [-1]), dtype)
+def _like(received, own, times=1):
+    """Converts received bytes to a tensor like `own`, of `times` as many rows, without a copy."""
+    dtype, shape = own.dtype, own.shape
+    values = tf.bitcast(tf.reshape(received, [-1, dtype.size] if dtype.size > 1 else [-1]), dtype)
+    if shape.is_fully_defined():
+        return tf.reshape(values, shape if times == 1 else [times * shape[0], *shape[1:]])
+    sizes = tf.shape(own) if times == 1 else tf.shape(own) * tf.constant([times, *[1] * (shape.rank - 1)])
+    rows = None if shape[0] is None else times * shape[0]
+    return tf.ensure_shape(tf.reshape(values, sizes), [rows, *shape[1:]])

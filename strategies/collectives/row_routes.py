@@ -43,7 +43,7 @@ class RowRoutes:
         self._order = tf.concat(tf.dynamic_partition(tf.range(tf.size(kinds)), kinds, 2 * ranks), axis=0)
         counts = tf.math.bincount(kinds, minlength=2 * ranks, maxlength=2 * ranks, dtype=tf.int64)
         told = tf.concat([counts, tf.reshape(tf.cast(note, tf.int64), [1])], axis=0)
-        everyone = transport.all_gather_joined(told[None], options)  # [ranks, 2 * ranks + 1]
+        everyone = transport.all_gather(told[None], options)  # [ranks, 2 * ranks + 1]
         self.notes = everyone[:, -1]
         table = tf.cast(tf.reshape(everyone[:, :-1], [ranks, ranks, 2]), tf.int32)  # [sender, owner, leading or not]
         totals = tf.reduce_sum(table, axis=2)
@@ -81,7 +81,7 @@ class RowRoutes:
         places = owner * longest + tf.range(tf.size(owner)) - tf.gather(tf.cumsum(sent, exclusive=True), owner)
         shape = tf.concat([[ranks * longest], tf.shape(rows)[1:]], axis=0)
         padded = tf.reshape(tf.scatter_nd(places[:, None], rows, shape), [ranks, longest, *rows.shape[1:]])
-        arrived = tf.concat(self._transport.all_to_all(padded, self._options), axis=0)
+        arrived = self._transport.all_to_all(padded, self._options)
         return tf.ensure_shape(tf.boolean_mask(arrived, tf.sequence_mask(received, longest)), [None, *rows.shape[1:]])
 
 

@@ -37,13 +37,13 @@ def all_reduce_sparse(
     """
     if codec is not None:
         slices = sum_duplicates(slices)
-    lengths = transport.all_gather_joined(tf.shape(slices.indices), options)  # [replicas]
+    lengths = transport.all_gather(tf.shape(slices.indices), options)  # [replicas]
     longest = tf.reduce_max(lengths)
 
     def gather(rows: tf.Tensor, transport: Transport) -> tf.Tensor:  # [own rows, ...] -> [all rows, ...]
         # The collective needs equal shapes, so all replicas pad to the longest; the mask drops the padding.
         padding = [[0, longest - tf.shape(rows)[0]]] + [[0, 0]] * (rows.shape.rank - 1)
-        everyone = transport.all_gather_joined(tf.pad(rows, padding), options)
+        everyone = transport.all_gather(tf.pad(rows, padding), options)
         return tf.boolean_mask(everyone, tf.reshape(tf.sequence_mask(lengths, longest), [-1]))
 
     if codec is None:

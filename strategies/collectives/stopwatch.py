@@ -78,11 +78,11 @@ class _TimedTransport:
     def all_gather(self, rows, options):
         return self._watch.exchanged(lambda own: self._transport.all_gather(own, options), rows)
 
-    def all_gather_joined(self, rows, options):
-        return self._watch.exchanged(lambda own: self._transport.all_gather_joined(own, options), rows)
-
     def all_to_all(self, rows, options):
         return self._watch.exchanged(lambda own: self._transport.all_to_all(own, options), rows)
+
+    def sum_sent_whole(self, tensor, options):
+        return self._watch.exchanged(lambda own: self._transport.sum_sent_whole(own, options), tensor)
 
     def all_reduce(self, tensor, options):
         return self._watch.exchanged(lambda own: self._transport.all_reduce(own, options), tensor)

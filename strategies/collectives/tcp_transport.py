@@ -23,18 +23,20 @@ class TcpTransport(TensorFlowTransport):
         self._peers = peers
 
     def all_gather(self, rows, options):
-        return self._exchange(rows, apart=False) if self._carries(rows, options) else super().all_gather(rows, options)
-
-    def all_gather_joined(self, rows, options):
         if not self._carries(rows, options):
-            return super().all_gather_joined(rows, options)
-        return self._peers.exchange_joined(rows, *self.launcher.next_exchange())
+            return super().all_gather(rows, options)
+        return self._peers.all_gather(rows, *self.launcher.next_exchange())
 
     def all_to_all(self, rows, options):
-        return self._exchange(rows, apart=True) if self._carries(rows, options) else super().all_to_all(rows, options)
+        if not self._carries(rows, options):
+            return super().all_to_all(rows, options)
+        return self._peers.all_to_all(rows, *self.launcher.next_exchange())
 
-    def _exchange(self, rows: tf.Tensor, apart: bool) -> list[tf.Tensor]:
-        return self._peers.exchange(rows, *self.launcher.next_exchange(), apart=apart)
+    def sum_sent_whole(self, tensor, options):
+        if self.ranks > 2 or not self._carries(tensor, options):
+            return super().sum_sent_whole(tensor, options)
+        # A sum of two terms has the same bits in both orders. So neither is copied to a place beside the other.
+        return tensor + self._peers.swap(tensor, *self.launcher.next_exchange())
 
     def _carries(self, rows: tf.Tensor, options: Any) -> bool:
         return self._peers.carries(rows) and not self.launcher.has_timeout(options)

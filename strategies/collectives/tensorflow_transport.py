@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
-from tfdist.strategies.collectives.transport import all_reduce_in_order
+from tfdist.strategies.collectives.transport import all_reduce_in_order, sum_in_order
 
 
 class TensorFlowTransport:
@@ -18,15 +18,14 @@ class TensorFlowTransport:
         self.launcher, self.is_ordered, self.ranks = launcher, is_ordered, launcher._group_size
 
     def all_gather(self, rows, options):
-        parts = tf.split(self.launcher._all_gather(rows, options), self.ranks)
-        return [tf.ensure_shape(part, rows.shape) for part in parts]
-
-    def all_gather_joined(self, rows, options):
-        return self.launcher._all_gather(rows, options)
+        size = None if rows.shape[0] is None else self.ranks * rows.shape[0]
+        return tf.ensure_shape(self.launcher._all_gather(rows, options), [size, *rows.shape[1:]])
 
     def all_to_all(self, rows, options):
-        shape = [1, *rows.shape[1:]]
-        return [tf.ensure_shape(part, shape) for part in tf.split(self.launcher.all_to_all(rows, options), self.ranks)]
+        return tf.ensure_shape(self.launcher.all_to_all(rows, options), rows.shape)
+
+    def sum_sent_whole(self, tensor, options):
+        return sum_in_order(self.all_gather(tensor[None], options))
 
     def all_reduce(self, tensor, options):
         if not self.is_ordered or tf.executing_eagerly():
