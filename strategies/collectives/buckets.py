@@ -118,7 +118,7 @@ def join(
     total = 0
     for segment in bucket:
         tensor = tensors[segment.tensor]
-        part = segment.of(tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1]))
+        part = segment.of(tensor if len(tensor.shape) == 1 else tf.reshape(tensor, [-1]))
         flat.append(part)
         if segment.stop is None:
             continue
