@@ -142,7 +142,10 @@ class GradientReducer:
         """Returns the reducer of encoded gradients, or `None` if the values are not encoded."""
         if not self._encodes(request):
             return None
-        return self.communication.exchange_of(request.optimizer, values, request.variables, request.partitions)
+        # A codec encodes parts for all replicas only. With groups each replica gets whole sums, and takes its part.
+        has_groups = self._parts is not None and self._parts.groups is not None
+        partitions = () if has_groups else request.partitions
+        return self.communication.exchange_of(request.optimizer, values, request.variables, partitions)
 
     def check_compiled(self):
         """Refuses a step of several replicas that XLA compiles: it would become a program of a single device."""

@@ -28,6 +28,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       time_exchanges: Whether to measure how long compressed exchanges take; see `MultiWorkerMirroredStrategy`.
       model_sharding: `"optimizer"` divides the optimizer's state among the devices, `"parameters"` the weights too;
         see `MultiWorkerMirroredStrategy`.
+      shard_group_size: Number of devices that divide the model among themselves, if not all of them do; see
+        `MultiWorkerMirroredStrategy`.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. A single process
         uses only the deadlines for preemption and, under `tfdist run`, for the watchdog.
 
@@ -35,8 +37,9 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       fault_tolerance: The deadlines in use.
 
     Raises:
-      ValueError: If no codec has the given name, an environment variable is not a valid deadline, or `compression` is
-        given with `cross_device_ops` that do not reduce by collectives.
+      ValueError: If no codec has the given name, an environment variable is not a valid deadline, `compression` is
+        given with `cross_device_ops` that do not reduce by collectives, or groups of `shard_group_size` are not
+        possible.
       TypeError: If `compression` is a function with other arguments.
     """
 
@@ -48,6 +51,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         compression=None,
         time_exchanges=False,
         model_sharding=None,
+        shard_group_size=None,
         fault_tolerance=None,
     ):
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
@@ -58,8 +62,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
-        extended.shard(model_sharding)
-        self.model_sharding = model_sharding
+        extended.shard(model_sharding, shard_group_size)
+        self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if self.num_replicas_in_sync > 1:

@@ -22,6 +22,7 @@ from tfdist.strategies import distributed_variables
 from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed
 from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
@@ -72,6 +73,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         Results and files stay the same. Custom loops then need `distributed_optimizer`. `"parameters"`: each replica
         keeps its part of each large weight too. A step gathers weights where layers read them, and exchanges up to 1.5
         times as many bytes. Equal on all workers.
+      shard_group_size: Number of replicas that divide the model among themselves, such as those of a machine or a rack;
+        by default all. Each group of consecutive replicas then has the whole model. A step gathers weights within a
+        group only, and only parts of gradients travel between groups. It must divide the number of devices of a worker,
+        or be a multiple of it that divides the number of replicas. Equal on all workers.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them.
 
     Attributes:
@@ -82,7 +87,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     Raises:
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or differs from the resolver's.
       ClusterError: If a worker is late, or has another cluster, other versions or another number of devices.
-      ValueError: If no codec or transport has the given name, or an environment variable is not a valid deadline.
+      ValueError: If no codec or transport has the given name, an environment variable is not a valid deadline, or
+        groups of `shard_group_size` are not possible.
       TypeError: If `compression` is a function with other arguments.
     """
 
@@ -94,6 +100,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         compression=None,
         time_exchanges=False,
         model_sharding=None,
+        shard_group_size=None,
         transport="auto",
         fault_tolerance=None,
     ):
@@ -102,7 +109,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             raise ValueError(f"`transport` must be one of {', '.join(map(repr, _TRANSPORTS))}, got {transport!r}.")
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         self.compression, self.model_sharding = compression, model_sharding
+        self.shard_group_size = shard_group_size
         check_model_sharding(model_sharding)
+        check_shard_group_size(shard_group_size, model_sharding)
         if model_sharding == "parameters":
             return_freed_memory()
         self.transport = transport
@@ -115,7 +124,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         options = communication_options or tf_internals.CommunicationOptions()
         extended = MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
-        extended.shard(model_sharding)
+        extended.shard(model_sharding, shard_group_size)
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if extended._num_workers > 1:

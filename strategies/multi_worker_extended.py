@@ -214,7 +214,10 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             strategy = self._container_strategy()
             transport = self._why_not_own_connections(strategy.transport) or "own connections"
             self.agreement.on_setup(
-                len(self._devices), _described(strategy.compression), transport, repr(strategy.model_sharding)
+                len(self._devices),
+                _described(strategy.compression),
+                transport,
+                *map(repr, (strategy.model_sharding, strategy.shard_group_size)),
             )
         self._install_collectives()
 

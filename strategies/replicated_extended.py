@@ -17,6 +17,7 @@ from tfdist.strategies import step as steps
 from tfdist.strategies.chief_only_guard import check_in_company, check_is_read_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
+from tfdist.strategies.collectives.shard_groups import ShardGroups, check_shard_group_size
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.compression_policy import is_uncompressed, policy_of
 from tfdist.strategies.compression_state import CompressionState
@@ -42,26 +43,35 @@ class ReplicatedExtended:
 
     communication: CompressionState | None = None
     reducer: GradientReducer
-    parts: PartReducer | None = None
+    parts: PartReducer | None = None  # Parts of what `model_sharding` divides.
+    parts_of_all: PartReducer | None = None  # Parts of tables, which are divided among all replicas.
     tables: TableReducer | None = None
     model_sharding: str | None = None
     _num_workers = 1
     _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
 
-    def shard(self, model_sharding):
-        """Sets what of a model is sharded, by the argument of the strategy; called once, before `compress`."""
+    def shard(self, model_sharding, group_size=None):
+        """Sets what of a model is sharded among whom, by arguments of the strategy; called once, before `compress`."""
         check_model_sharding(model_sharding)
+        check_shard_group_size(group_size, model_sharding)
         self.model_sharding = model_sharding
         if self._num_replicas_in_sync == 1:
             return
-        if isinstance(self._cross_device_ops, Collectives):
-            self.parts, self.tables = PartReducer(self._cross_device_ops), TableReducer(self._cross_device_ops)
+        collectives = self._cross_device_ops
+        if isinstance(collectives, Collectives):
+            groups = ShardGroups.of(group_size, self._num_workers, len(self.worker_devices))
+            self.parts_of_all, self.tables = PartReducer(collectives), TableReducer(collectives)
+            self.parts = self.parts_of_all if groups is None else PartReducer(collectives, groups)
         elif model_sharding is not None:
             raise ValueError(
                 f"model_sharding={model_sharding!r} exchanges parts of weights by collectives, but cross_device_ops is "
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
+
+    def parts_of(self, division):
+        """Returns what exchanges the parts of a tensor that is divided in this way."""
+        return self.parts if division.shards == self.parts.shards else self.parts_of_all
 
     def gathered(self, state):
         """Returns the whole value of a `ShardedState`, outside of a step. All workers must call this method.
@@ -71,7 +81,8 @@ class ReplicatedExtended:
         """
         if self._num_workers > 1:
             check_is_read_in_company()
-        return self.parts.gather_eagerly([[own.read_value()] for own in state.values], [state.partition])[0][0]
+        parts = self.parts_of(state.partition)
+        return parts.gather_eagerly([[own.read_value()] for own in state.values], [state.partition])[0][0]
 
     def looked_up(self, table, ids, dtype):
         """Returns rows of a `ShardedTable`, outside of a step. All workers must call this method.

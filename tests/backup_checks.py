@@ -133,10 +133,10 @@ def noisy(x):
     )
 
 
-def make_strategy(placement, compressed, sharding=None):
+def make_strategy(placement, compressed, sharding=None, group_size=None):
     """Returns a new strategy at each call, as in a new process, because the state of codecs belongs to a strategy."""
     make = tfdist.MirroredStrategy if placement.startswith("1x") else tfdist.MultiWorkerMirroredStrategy
-    return make(compression=COMPRESSION.get(compressed), model_sharding=sharding)
+    return make(compression=COMPRESSION.get(compressed), model_sharding=sharding, shard_group_size=group_size)
 
 
 def data():
@@ -234,6 +234,7 @@ def train(
     data_kind="arrays",
     compressed=None,
     sharding=None,
+    group_size=None,
     epochs=EPOCHS,
     fits=1,
     break_off=None,
@@ -245,7 +246,7 @@ def train(
     **options,
 ):
     """Trains until `break_off`, a step or [worker, step]. Returns all state of the training, or None if broken off."""
-    strategy = None if placement == "plain" else make_strategy(placement, compressed, sharding)
+    strategy = None if placement == "plain" else make_strategy(placement, compressed, sharding, group_size)
     model = build(strategy, **(model or {}))
     worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
     broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []

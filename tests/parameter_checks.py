@@ -134,9 +134,9 @@ def is_divided(variable):
     return isinstance(variable.value, ShardedWeight)
 
 
-def trained(placement, name, sharding):
+def trained(placement, name, sharding, **options):
     """Trains a model. Returns its losses, weights and predictions, and whether any weight is divided."""
-    model = build(name, strategy(placement, model_sharding=sharding))
+    model = build(name, strategy(placement, model_sharding=sharding, **options))
     losses = sharding_checks.train(model)
     x, y = sharding_checks.data()
     evaluated = model.evaluate(x, y, batch_size=20, verbose=0)
@@ -145,10 +145,10 @@ def trained(placement, name, sharding):
     return result | {"divided": sum(is_divided(each) for each in model.variables)}
 
 
-def trained_with(placement, optimizer, sharding):
+def trained_with(placement, optimizer, sharding, **options):
     """Trains a model with one of the optimizers of `sharding_checks`."""
     make = {**sharding_checks.OPTIMIZERS, **sharding_checks.ROUNDED}[optimizer]
-    model = build("mlp", strategy(placement, model_sharding=sharding), make)
+    model = build("mlp", strategy(placement, model_sharding=sharding, **options), make)
     losses = sharding_checks.train(model)
     state = [variable.numpy() for variable in model.optimizer.variables if "accum" not in variable.path]
     return {"losses": losses, "weights": model.get_weights(), "state": state}
@@ -174,9 +174,9 @@ def round_trip(placement, folder, saved_with, loaded_with):
     return [{"losses": sharding_checks.train(each), "weights": each.get_weights()} for each in (loaded, model)]
 
 
-def reported(placement):
+def reported(placement, **options):
     """Returns the bytes of divided weights on each replica of this worker, of the whole weights, and the report."""
-    place = strategy(placement, model_sharding="parameters")
+    place = strategy(placement, model_sharding="parameters", **options)
     model = build("mlp", place)
     with place.scope():
         model.optimizer.build(model.trainable_variables)

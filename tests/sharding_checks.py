@@ -83,14 +83,14 @@ def is_sharded(variable):
     return isinstance(variable.value, ShardedState)
 
 
-def trained(placement, optimizer, sharding):
-    model = build(optimizer, strategy(placement, model_sharding=sharding))
+def trained(placement, optimizer, sharding, **options):
+    model = build(optimizer, strategy(placement, model_sharding=sharding, **options))
     return results(model, train(model))
 
 
-def round_trip(placement, folder, saved_with, loaded_with):
+def round_trip(placement, folder, saved_with, loaded_with, **options):
     """Trains, saves and loads a model, and trains on. Returns the results, and those of the same model unloaded."""
-    model = build("adam", strategy(placement, model_sharding=saved_with))
+    model = build("adam", strategy(placement, model_sharding=saved_with, **options))
     train(model)
     path = os.path.join(folder, f"{own_index() if placement.startswith('2') else 0}.keras")
     model.save(path)

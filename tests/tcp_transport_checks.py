@@ -1,5 +1,6 @@
 """Exchanges between two workers in one process, which are connected without TensorFlow."""
 
+import itertools
 import os
 import socket
 import threading
@@ -249,6 +250,37 @@ def an_exchange_after_a_failure_raises_at_once(workers):
     begun.wait()
     workers.begin(0)[0].join(60)
     assert "worker 1 at b:1 is gone" in workers.ended[0], workers.ended
+
+
+@scenario
+def workers_outside_of_a_group_take_no_part(workers):
+    del workers
+    everyone, group, names = range(4), [0, 2, 3], [f"worker {i} at x:1" for i in range(4)]
+    ends = {each: {} for each in everyone}
+    for one, other in itertools.combinations(everyone, 2):
+        ends[one][other], ends[other][one] = socket.socketpair()
+    exchanges = [PeerExchange(worker, ends[worker], names) for worker in everyone]
+    launchers = [CollectiveLauncher(88, 3, CollectiveKeys(), "/device:CPU:0", OPTIONS) for _ in group]
+    steps = [
+        sums(TcpTransport(launcher, True, exchanges[worker], group))
+        for launcher, worker in zip(launchers, group, strict=True)
+    ]
+    totals = {}
+
+    def run(place):
+        given = [tf.range(size, dtype=tf.float32) * (place + 1) for size in (3, 60_001)]  # Whole, and in parts.
+        totals[place] = [total.numpy().tolist() for total in steps[place](*given)]
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert totals[0] == totals[1] == totals[2] == [[6.0 * i for i in range(size)] for size in (3, 60_001)]
+    assert exchanges[1].carried_bytes() == 0 and exchanges[0].carried_bytes() > 0
+    ends[1][0].sendall(peer_exchange._HEADER.pack(88, 5, 8))
+    assert eventually(lambda: exchanges[0]._fault) and "worker 1 at x:1 has sent" in exchanges[0]._fault
+    assert "takes no part" in exchanges[0]._fault, exchanges[0]._fault
 
 
 def data_goes_both_ways_whole_or_in_parts_until_a_worker_closes(workers):

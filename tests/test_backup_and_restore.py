@@ -162,6 +162,10 @@ KILLED = {
         *("2x2", 2, 2, [[1, 13]]),
         {"save_freq": 4, "data_kind": "balanced", "sharding": "optimizer", "model": {"optimizer": "adafactor"}},
     ),
+    "two workers of two devices, in groups": (
+        *("2x2", 2, 2, [[1, 13]]),
+        {"save_freq": 4, "data_kind": "balanced", "sharding": "optimizer", "group_size": 2},
+    ),
     "two workers, divided": (
         *("2x1", 2, 1, [[0, 9], [1, 15]]),
         {"save_freq": 4, "data_kind": "balanced", "sharding": "parameters", "model": {"width": 1024, "averages": True}},
@@ -990,6 +994,27 @@ def test_an_unreported_commit_is_reported_when_it_is_restored(note, expected, tm
 )
 def test_sharded_state_is_restored_with_other_parts(before, after, pools, tmp_path):
     resumed, unbroken = pools("1x2").run(checks.resumed_with_other_parts, str(tmp_path / "backup"), before, after)[0]
+
+    for own, other in zip(resumed, unbroken, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
+IN_GROUPS = {"model_sharding": "optimizer", "shard_group_size": 2}
+DIVIDED_IN_GROUPS = {"model_sharding": "parameters", "shard_group_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (IN_GROUPS, {"model_sharding": "optimizer"}),
+        (DIVIDED_IN_GROUPS, {"devices": ["CPU:0"]}),
+        pytest.param({"model_sharding": "optimizer"}, IN_GROUPS, marks=pytest.mark.exhaustive),
+        pytest.param(DIVIDED_IN_GROUPS, DIVIDED_IN_GROUPS, marks=pytest.mark.exhaustive),
+        pytest.param({}, DIVIDED_IN_GROUPS, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_state_of_groups_is_restored_with_other_parts(before, after, pools, tmp_path):
+    resumed, unbroken = pools("1x4").run(checks.resumed_with_other_parts, str(tmp_path / "backup"), before, after)[0]
 
     for own, other in zip(resumed, unbroken, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)

@@ -131,6 +131,20 @@ def test_weights_in_parts_change_no_result(name, placement, results):
     assert_equals_one_device(name, placement, results, model_sharding="parameters")
 
 
+# Rows that divide state or weights in another way each.
+IN_GROUPS = (
+    *("optimizer_multi", "loss_scaling", "mixed_bfloat16", "steps_per_execution", "run_eagerly"),
+    *("custom_train_step", "batch_normalization_synchronized", "model_that_fit_builds"),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", IN_GROUPS)
+@pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
+def test_models_in_groups_of_devices_change_no_result(name, sharding, results):
+    assert_equals_one_device(name, "2x2", results, model_sharding=sharding, shard_group_size=2)
+
+
 def assert_same(result, expected, tolerance):
     for kind in ("history", "values"):
         assert result[kind].keys() == expected[kind].keys()

@@ -5,10 +5,13 @@ import pytest
 import tensorflow as tf
 
 from test_codec_groups import OneDevicePerWorker
+from tfdist.strategies.collectives.box_transports import BoxTransports
+from tfdist.strategies.collectives.group_exchange import GroupExchange
 from tfdist.strategies.collectives.in_memory_transport import run_ranks
 from tfdist.strategies.collectives.part_exchange import PartExchange
+from tfdist.strategies.collectives.shard_groups import ShardGroups
 from tfdist.strategies.collectives.stopwatch import Stopwatch
-from tfdist.strategies.collectives.transport import all_reduce_in_order
+from tfdist.strategies.collectives.transport import all_reduce_in_order, sum_in_order
 from tfdist.strategies.compression import from_name
 from tfdist.strategies.sharding.owner_buckets import OwnerBuckets
 from tfdist.strategies.sharding.ownership import Ownership, owners
@@ -120,6 +123,12 @@ class Among:
         everyone = self._all.all_gather(rows[None])
         return tf.stack([everyone[i][self._place] for i in self._members])
 
+    def sum_sent_whole(self, tensor, options):
+        return sum_in_order(self.all_gather(tensor[None], options))
+
+    def all_reduce(self, tensor, options):
+        return all_reduce_in_order(self, tensor, options)
+
 
 def test_devices_of_a_worker_sum_first():
     rows = [tf.cast(tf.reshape(tf.range(24), [6, 4]), tf.float32) * (rank + 1) for rank in range(6)]
@@ -135,6 +144,90 @@ def test_devices_of_a_worker_sum_first():
     for shard, own, everyone in results:
         np.testing.assert_array_equal(own, total[shard])
         np.testing.assert_array_equal(everyone, total)
+
+
+def sizes_of_groups():
+    return [
+        (size, workers, devices)
+        for workers in (1, 2, 3, 4)
+        for devices in (1, 2, 3, 4)
+        for size in range(2, workers * devices)
+    ]
+
+
+def is_possible(size, workers, devices):
+    return devices % size == 0 or (size % devices == 0 and (workers * devices) % size == 0)
+
+
+@pytest.mark.parametrize(("size", "workers", "devices"), [each for each in sizes_of_groups() if is_possible(*each)])
+def test_groups_are_consecutive_replicas_and_have_one_copy_of_each_part(size, workers, devices):
+    groups = ShardGroups.of(size, workers, devices)
+
+    def replicas_of(box):
+        return [worker * devices + device for worker in box.workers for device in box.devices]
+
+    for replica in range(workers * devices):
+        place = divmod(replica, devices)
+        group, copies = replicas_of(groups.group_of(*place)), replicas_of(groups.copies_of(*place))
+        first = replica - replica % size
+        assert group == list(range(first, first + size))
+        assert len(copies) == workers * devices // size
+        assert set(group) & set(copies) == {replica}
+        assert len({other // size for other in copies}) == len(copies), "one of each group"
+        for other in copies:
+            assert replicas_of(groups.copies_of(*divmod(other, devices))) == copies
+
+
+@pytest.mark.parametrize(("size", "workers", "devices"), [each for each in sizes_of_groups() if not is_possible(*each)])
+def test_groups_that_are_not_possible_are_refused(size, workers, devices):
+    with pytest.raises(ValueError, match="`shard_group_size` must divide the number of devices") as error:
+        ShardGroups.of(size, workers, devices)
+    possible = str(error.value).removesuffix(".").split("Give one of ")[1].split(", ")
+    assert all(is_possible(int(each), workers, devices) for each in possible)
+    assert str(workers * devices) in possible
+
+
+@pytest.mark.parametrize("size", [None, 6])
+def test_one_group_of_all_replicas_is_none(size):
+    assert ShardGroups.of(size, 2, 3) is None
+
+
+class InBoxes:
+    """The part of `Collectives` that `GroupExchange` uses, on one rank."""
+
+    def __init__(self, transport, rank, devices):
+        self.replicas, self.worker = devices, rank // devices
+        self._all, self._rank = transport, rank
+
+    def among(self, boxes):
+        made, replica = BoxTransports(boxes[0], self.worker), self._rank % self.replicas
+        inside = [self.worker * self.replicas + device for device in boxes[replica].devices]
+        between = [worker * self.replicas + replica for worker in boxes[replica].workers]
+        made.inside = [Among(self._all, self._rank, inside)] * self.replicas if len(inside) > 1 else []
+        made.between = [Among(self._all, self._rank, between)] * self.replicas if len(between) > 1 else []
+        return made
+
+
+@pytest.mark.parametrize("columns", [5, 8192])
+@pytest.mark.parametrize(
+    ("size", "workers", "devices"), [(2, 4, 1), (3, 6, 1), (2, 1, 4), (2, 1, 6), (2, 2, 2), (4, 4, 2), (2, 2, 4)]
+)
+def test_groups_have_all_parts_of_the_sums_over_all_replicas(size, workers, devices, columns):
+    ranks, groups = workers * devices, ShardGroups.of(size, workers, devices)
+    rows = [random([size, columns], seed) for seed in range(ranks)]
+
+    def run(transport, rank):
+        exchange, replica = GroupExchange(InBoxes(transport, rank, devices), groups), rank % devices
+        own = exchange.reduce_scatter(rows[rank], replica, None)
+        return exchange.shards, exchange.shard_of(replica), own, exchange.all_gather(own, replica, None)
+
+    results = run_ranks(ranks, run)
+    for rank, (shards, shard, own, everyone) in enumerate(results):
+        group = results[rank - rank % size : rank - rank % size + size]
+        assert shards == size and sorted(each[1] for each in group) == list(range(size))
+        np.testing.assert_allclose(own, np.sum(rows, axis=0)[shard], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(own, everyone[shard])
+        np.testing.assert_array_equal(everyone, results[0][3])  # Groups have the same bits.
 
 
 def encoded(codec, collectives_of, ranks, steps):

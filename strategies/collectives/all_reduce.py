@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
+from tfdist.strategies.collectives.box_transports import BoxTransports
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher, added_up, to_add_up
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
+from tfdist.strategies.collectives.shard_groups import Box
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.tcp_transport import TcpTransport
 from tfdist.strategies.collectives.tensorflow_transport import TensorFlowTransport
@@ -15,6 +17,8 @@ from tfdist.strategies.collectives.transport import Transport, is_sent_whole
 
 # Far above the group keys of the strategy's other collectives.
 _HIERARCHY_KEYS = 1 << 10
+# Between the keys of the transports of boxes; a box adds the number of its first replica.
+_BOX_KEYS = 1 << 13
 
 
 class Collectives(tf_internals.CollectiveAllReduce):
@@ -42,11 +46,9 @@ class Collectives(tf_internals.CollectiveAllReduce):
         self.spread = self.replicas if 1 < self.replicas < group_size else 1
         self.ranks = group_size // self.spread
 
-        def transports(keys, size, is_ordered=False):
-            placed = zip(keys, self._devices, strict=True)
-            launchers = [CollectiveLauncher(key, size, collective_keys, device, options) for key, device in placed]
-            return [TensorFlowTransport(each, is_ordered and "CPU" in each._device) for each in launchers]
-
+        self._keys, self._group_key = collective_keys, group_key
+        self._boxes: list[BoxTransports] = []
+        transports = self._make_transports
         # With several devices per worker, a ring crosses the network fewer times.
         self._among_all = transports([group_key] * self.replicas, group_size, is_ordered=self.spread == 1)
         self._launchers = [transport.launcher for transport in self._among_all]  # TensorFlow's methods use them.
@@ -56,6 +58,29 @@ class Collectives(tf_internals.CollectiveAllReduce):
             first = group_key + _HIERARCHY_KEYS
             self._across = transports([first + i for i in range(self.replicas)], self.ranks)
             self._within = transports([first + self.replicas + worker] * self.replicas, self.replicas)
+
+    def _make_transports(self, keys, size, is_ordered=False):
+        """Makes a transport of TensorFlow for each replica of this worker, in the groups with these keys."""
+        placed = zip(keys, self._devices, strict=True)
+        launchers = [CollectiveLauncher(key, size, self._keys, device, self._options) for key, device in placed]
+        return [TensorFlowTransport(each, is_ordered and "CPU" in each._device) for each in launchers]
+
+    def among(self, boxes: Sequence[Box]) -> BoxTransports:
+        """Makes transports between some replicas: `boxes` has those with which each replica of this worker exchanges.
+
+        All workers call this method when the strategy is made, in the same order and before `use`. The boxes of all
+        workers have the same size, and each replica is in one of them.
+        """
+        first = self._group_key + (2 * len(self._boxes) + 1) * _BOX_KEYS
+        inside = [first + self.worker * self.replicas + box.devices[0] for box in boxes]
+        between = [first + _BOX_KEYS + box.workers[0] * self.replicas + i for i, box in enumerate(boxes)]
+        made = BoxTransports(boxes[0], self.worker)
+        if made.replicas > 1:
+            made.inside = self._make_transports(inside, made.replicas, is_ordered=True)
+        if len(made.workers) > 1:
+            made.between = self._make_transports(between, len(made.workers), is_ordered=True)
+        self._boxes.append(made)
+        return made
 
     def device(self, replica: int) -> str:
         """Returns the device of a replica of this worker."""
@@ -100,11 +125,12 @@ class Collectives(tf_internals.CollectiveAllReduce):
         return self.worker == 0 and replica == 0
 
     def use(self, peers: PeerExchange) -> None:
-        """Sends collectives of CPUs over the workers' own connections; with several devices, only encoded ones."""
-        transports = self._across or self._among_all
-        for place, transport in enumerate(transports):
-            if "CPU" in transport.launcher._device:
-                transports[place] = TcpTransport(transport.launcher, transport.is_ordered, peers)
+        """Sends collectives of CPUs over the workers' own connections; with several devices, not all-reduces."""
+        of_all: list[tuple[list, list[int] | None]] = [(self._across or self._among_all, None)]
+        for transports, workers in [*of_all, *((box.between, box.workers) for box in self._boxes)]:
+            for place, transport in enumerate(transports):
+                if "CPU" in transport.launcher._device:
+                    transports[place] = TcpTransport(transport.launcher, transport.is_ordered, peers, workers)
 
     def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
         """Sets the instance keys of this worker's replicas to the highest of them, after `data` are computed.
@@ -115,7 +141,8 @@ class Collectives(tf_internals.CollectiveAllReduce):
         """
         if self._group_size == 1:
             return
-        for transports in filter(None, (self._among_all, self._across, self._within)):
+        boxes = [each for box in self._boxes for each in (box.between, box.inside)]
+        for transports in filter(None, (self._among_all, self._across, self._within, *boxes)):
             counts = [transport.launcher.count for transport in transports]
             with tf.control_dependencies(data):
                 highest = tf.reduce_max(tf.stack(counts))

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.box_transports import BoxTransports
 from tfdist.strategies.collectives.transport import sum_in_order
 
 
@@ -15,7 +16,7 @@ class PartExchange:
     devices of a worker first sum among themselves, so that each row crosses the network once per worker.
     """
 
-    def __init__(self, collectives: Collectives):
+    def __init__(self, collectives: Collectives | BoxTransports):
         self._collectives = collectives
         self.shards: int = collectives.ranks * collectives.spread
 

@@ -61,6 +61,7 @@ class PeerExchange:
         self._lock = threading.Lock()
         self._rounds: dict[_Tag, _PendingCollective] = {}
         self._refused: list[tuple[_Tag, _PendingCollective]] = []  # The first exchange begun without a peer, if any.
+        self._members: dict[int, tuple[int, ...]] = {}  # The workers of the groups that have not all, by group.
         self._gone: dict[int, str] = {}  # Error messages about peers without a connection.
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
@@ -76,8 +77,17 @@ class PeerExchange:
         self._run = tf.function(self._exchanged, autograph=False)
         self._await_bytes = tf.function(self._awaited, autograph=False)
 
+    def limit(self, group: int, workers: Sequence[int]) -> None:
+        """Limits the exchanges of a group of replicas to some workers, this one among them, before any of them begins.
+
+        All workers of the group call it before they make variables, which all of them do together.
+        """
+        self._members[group] = tuple(workers)
+
     def all_gather(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
         """Sends rows to all workers. Returns the rows of all workers in order: [n, ...] -> [workers * n, ...].
+
+        Workers outside of the group's limits take no part, and do not count.
 
         Args:
           rows: A tensor of equal type and shape on all workers.
@@ -104,16 +114,21 @@ class PeerExchange:
         with self._lock:
             self._inboxes.append(inbox)
             place = len(self._inboxes) - 1
-        return self._run(rows, tf.constant([place, group]), key, inbox.queue_ref, token, form)
+        members = self._workers_of(group)
+        return self._run(rows, tf.constant([place, group]), key, inbox.queue_ref, token, form, members)
 
-    def _exchanged(self, rows, labels, key, inbox, token, form):
-        """Exchanges a tensor. Returns what the workers have sent, in one tensor.
+    def _workers_of(self, group):
+        """Returns the numbers of the workers that exchange in a group."""
+        return self._members.get(group) or tuple(range(len(self._names)))
+
+    def _exchanged(self, rows, labels, key, inbox, token, form, members):
+        """Exchanges a tensor. Returns what the workers `members` have sent, in one tensor.
 
         The operations of an exchange take megabytes while Python traces them, so all exchanges of one type and shape
         call one function. TensorFlow inlines it. If it did not, a function would keep what it has received until the
         next step, and an error in one of them would first cancel the others, so that the step fails as cancelled.
         """
-        workers = len(self._names)
+        workers = len(members)
         sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if form is _Form.ALL_TO_ALL else 1, -1])
         size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
@@ -121,7 +136,7 @@ class PeerExchange:
         key = tf.numpy_function(begin, [labels, key, sent], tf.int32, stateful=False)
         received = self._await_bytes(inbox, key, token)
         if form is _Form.SWAP:
-            other = 1 - self._worker
+            other = 1 - members.index(self._worker)
             return _like(received[other * size : (other + 1) * size], rows)
         return _like(received[: workers * size], rows, times=workers if form is _Form.ALL_GATHER else 1)
 
@@ -174,6 +189,7 @@ class PeerExchange:
         size = sent.shape[1]
         with self._lock:
             current = self._round(tag, size)
+            members = current.workers
             gone = [self._gone[peer] for peer in sorted(current.missing) if peer in self._gone]
             fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, self._worker)]), None)
             current.inbox, current.since = inbox, time.monotonic()
@@ -181,10 +197,12 @@ class PeerExchange:
                 self._rounds.pop(tag)
                 self._refused = self._refused or [(tag, current)]
                 return fault
-        for peer in self._streams:
-            self._sender.give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
-        if form is not _Form.SWAP:
-            current.row(self._worker)[:] = sent[self._worker] if len(sent) > 1 else sent[0]
+        for place, peer in enumerate(members):
+            row = sent[place] if len(sent) > 1 else sent[0]
+            if peer != self._worker:
+                self._sender.give(peer, _HEADER.pack(*tag, size), row)
+            elif form is not _Form.SWAP:
+                current.row(peer)[:] = row
         if self._is_whole(tag, current, self._worker):
             # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
             self._whole.put((tag, current))
@@ -194,7 +212,7 @@ class PeerExchange:
     def _round(self, tag, size):
         """Returns the pending exchange with a tag (group, key), made when its first part comes. Needs the lock."""
         if tag not in self._rounds:
-            self._rounds[tag] = _PendingCollective(self._worker, len(self._names), size)
+            self._rounds[tag] = _PendingCollective(self._workers_of(tag[0]), size)
         return self._rounds[tag]
 
     def _unlike(self, current, size, worker):
@@ -330,6 +348,8 @@ class PeerExchange:
         """Returns an error message if a received header is invalid, else `None`. Headers are not trusted."""
         if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES:
             return f"has sent an invalid header: group {group}, key {key}, {size} bytes."
+        if peer not in self._workers_of(group):
+            return f"has sent its part of an exchange in which it takes no part: group {group}, key {key}."
         with self._lock:
             current = self._rounds.get((group, key))
             if current is not None and peer not in current.missing:
@@ -378,19 +398,20 @@ class PeerExchange:
 
 
 class _PendingCollective:
-    """An exchange between all workers of which some part has not arrived yet, with its receive buffer.
+    """An exchange between workers of which some part has not arrived yet, with its receive buffer.
 
     Attributes:
+      workers: The numbers of the workers that take part.
       size: Number of bytes that each worker sends.
       missing: Workers with missing bytes.
       inbox: The queue from which this worker's step takes the result; `None` before the step joins.
       since: Time on the monotonic clock at which the step joined.
     """
 
-    def __init__(self, worker, workers, size):
+    def __init__(self, workers, size):
         if size > _MOST_BYTES:
             raise ValueError(f"an exchange takes less than 2 GiB of each worker, got {size} bytes; split the tensors")
-        self._workers, self.size, self.missing = workers, size, set(range(workers))
+        self.workers, self.size, self.missing = workers, size, set(workers)
         self._tensor, self._bytes, self._lock = None, None, threading.Lock()
         self.inbox, self.since = None, 0.0
 
@@ -403,12 +424,13 @@ class _PendingCollective:
         with self._lock:  # This worker's step and the receiving thread fill the buffer.
             if self._bytes is None:
                 self._allocate()
-        return self._bytes[worker * self.size : (worker + 1) * self.size]
+        place = self.workers.index(worker)
+        return self._bytes[place * self.size : (place + 1) * self.size]
 
     def _allocate(self):
         with tf.device("CPU:0"):
             # TensorFlow owns the memory, so that no thread needs the interpreter's lock to free it.
-            self._tensor = tf.raw_ops.Empty(shape=_shape(self._workers * self.size + _KEY_BYTES), dtype=tf.uint8)
+            self._tensor = tf.raw_ops.Empty(shape=_shape(len(self.workers) * self.size + _KEY_BYTES), dtype=tf.uint8)
         # A view, without a copy. `np.asarray` would make a read-only array.
         self._bytes = self._tensor.__array__().reshape(-1)
 

@@ -1,5 +1,6 @@
 """Moves a replica's tensors to other workers over the workers' own TCP connections."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,12 +16,21 @@ class TcpTransport(TensorFlowTransport):
     Args:
       launcher: Launcher of the replica. It counts the keys of exchanges.
       is_ordered: See `TensorFlowTransport`.
-      peers: The connections of this worker. The group of the launcher has one replica on each worker.
+      peers: The connections of this worker.
+      workers: The workers of the launcher's group, which has one replica on each; `None` for all workers.
     """
 
-    def __init__(self, launcher: CollectiveLauncher, is_ordered: bool, peers: PeerExchange):
+    def __init__(
+        self,
+        launcher: CollectiveLauncher,
+        is_ordered: bool,
+        peers: PeerExchange,
+        workers: Sequence[int] | None = None,
+    ):
         super().__init__(launcher, is_ordered)
         self._peers = peers
+        if workers is not None:
+            peers.limit(launcher._group_key, workers)
 
     def all_gather(self, rows, options):
         if not self._carries(rows, options):

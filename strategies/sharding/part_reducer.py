@@ -7,7 +7,9 @@ import tensorflow as tf
 
 from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.group_exchange import GroupExchange
 from tfdist.strategies.collectives.part_exchange import PartExchange
+from tfdist.strategies.collectives.shard_groups import ShardGroups
 from tfdist.strategies.sharding.owner_buckets import OwnerBuckets
 from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.part_buckets import PartBuckets
@@ -15,17 +17,22 @@ from tfdist.strategies.sharding.part_tensors import Division, whole_of
 
 
 class PartReducer:
-    """Sums and gathers tensors that are divided among all replicas of a strategy.
+    """Sums and gathers tensors that are divided among all replicas of a strategy, or among those of each group.
+
+    Sums are over all replicas in both cases.
 
     Args:
       collectives: The strategy's collectives.
+      groups: The groups of replicas; `None` for one group of all.
 
     Attributes:
-      shards: Number of parts of each tensor: the number of replicas.
+      groups: As given.
+      shards: Number of parts of each tensor: the number of replicas of a group.
     """
 
-    def __init__(self, collectives: Collectives):
-        self._collectives, self._exchange = collectives, PartExchange(collectives)
+    def __init__(self, collectives: Collectives, groups: ShardGroups | None = None):
+        self._collectives, self.groups = collectives, groups
+        self._exchange = PartExchange(collectives) if groups is None else GroupExchange(collectives, groups)
         self.shards = self._exchange.shards
 
     def shard_of(self, replica: int) -> int:
@@ -63,10 +70,12 @@ class PartReducer:
         self, parts: Sequence[Sequence[tf.Tensor]], partitions: Sequence[Division]
     ) -> list[list[tf.Tensor]]:
         """Gathers parts outside of a step, for all replicas of this worker: [replica][tensor] in and out."""
-        if self._collectives.replicas == self.shards:  # All parts are in this process.
-            order = sorted(range(self.shards), key=self.shard_of)
+        replicas = range(self._collectives.replicas)
+        owner = {self.shard_of(replica): replica for replica in reversed(replicas)}
+        if len(owner) == self.shards:  # All parts are in this process.
+            order = [owner[shard] for shard in range(self.shards)]
             wholes = [_joined([parts[replica][i] for replica in order], each) for i, each in enumerate(partitions)]
-            return [wholes] * self.shards
+            return [wholes for _ in replicas]
 
         @tf.function(autograph=False)
         def gather(everyone):

@@ -72,15 +72,17 @@ class ShardedState(tf_internals.MirroredVariable):
         own, whole = self._get_on_device_or_primary(), self.partition.shape
         if own.shape != whole and getattr(value, "shape", None) == whole:  # As Keras resets accumulators to zeros.
             replica = tf_internals.get_current_replica_id_as_int()
-            value = own_part_of(self.partition, value, self.distribute_strategy.extended.parts.shard_of(replica))
+            value = own_part_of(self.partition, value, self._shard_of(replica))
         return update_fn(own, value, **kwargs)
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        shard_of = self.distribute_strategy.extended.parts.shard_of
         for replica, own in enumerate(self.values):
             with tf.device(own.device):
-                update_fn(own, own_part_of(self.partition, value, shard_of(replica)), **kwargs)
+                update_fn(own, own_part_of(self.partition, value, self._shard_of(replica)), **kwargs)
         return self
+
+    def _shard_of(self, replica: int) -> int:
+        return self.distribute_strategy.extended.parts_of(self.partition).shard_of(replica)
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {_VALUE_IN_CHECKPOINTS: self.read_value()}

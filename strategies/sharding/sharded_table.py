@@ -34,7 +34,7 @@ class ShardedTable(ShardedState):
     ) -> "ShardedTable":
         """Makes a table and its initial values, a part on each replica of this worker."""
         strategy = tf.distribute.get_strategy()
-        parts = strategy.extended.parts
+        parts = strategy.extended.parts_of_all
         partition, dtype = Partition.of_table(shape, parts.shards), tf.as_dtype(kwargs["dtype"])
         given = options_of_parts(kwargs)
         values = []

@@ -63,18 +63,18 @@ class ShardedUpdate:
         self._parts = {id(part.whole): part for part in parts}
         tables = [table for table in map(table_of, variables) if table is not None]
         self._tables = {id(table): table.values[step.replica] for table in tables}
-        self._divided = [
-            partition is not None or table_of(variable) is not None
-            for variable, partition in zip(variables, self.partitions, strict=True)
-        ]
+        tables_too = zip(self.partitions, map(_division_of_table, variables), strict=True)
+        divisions = [partition or division for partition, division in tables_too]
+        replicas = tf.distribute.get_strategy().extended.replicas
+        self._copies = [0 if division is None else replicas // division.shards for division in divisions]
 
     def clipped(self, sums: list[Any]) -> list[Any]:
         """Clips summed gradients, of which some are parts, as the optimizer would clip whole gradients."""
 
-        def sum_over_shards(values: tf.Tensor) -> tf.Tensor:
+        def sum_over_replicas(values: tf.Tensor) -> tf.Tensor:
             return self._step.all_reduce(tf.distribute.ReduceOp.SUM, values)
 
-        return clipped(self._optimizer, sums, self._divided, sum_over_shards)
+        return clipped(self._optimizer, sums, self._copies, sum_over_replicas)
 
     def in_parts(self, variables: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Returns what this replica updates of `variables`: their indices, and parts for those that are divided."""
@@ -137,6 +137,11 @@ class ShardedUpdate:
                         owned = dataclasses.replace(part.partition, shape=tuple(state.shape))
                         found.append((state.value, owned))
         return found
+
+
+def _division_of_table(variable: Any) -> Division | None:
+    table = table_of(variable)
+    return None if table is None else table.partition
 
 
 def _part(optimizer: Any, variable: Any, partition: Division, shard: int) -> WeightPart:

@@ -50,7 +50,7 @@ def make_in_parts(next_creator: Any, kwargs: Mapping[str, Any], extended: Any) -
         strategy = tf.distribute.get_strategy()
         division = division_of_state(strategy, kwargs, extended.parts.shards)
         if division is not None:
-            return make_sharded_state(strategy, next_creator, kwargs, division, extended.parts.shard_of)
+            return make_sharded_state(strategy, next_creator, kwargs, division, extended.parts_of(division).shard_of)
     if extended.model_sharding == "parameters":
         partition = partition_of_weight(kwargs, extended.parts.shards)
         if partition is not None:

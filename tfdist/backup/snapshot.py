@@ -63,6 +63,8 @@ class FitStates:
         self._providers = [kind(fit) for kind in PROVIDERS]
         self._replicas = fit.model.distribute_strategy.num_replicas_in_sync
         self._sharding = getattr(fit.model.distribute_strategy, "model_sharding", None)
+        parts = getattr(fit.model.distribute_strategy.extended, "parts", None)
+        self._group_size = None if parts is None or parts.groups is None else parts.shards
 
     def of_kind(self, kind: type[Provider]) -> Provider:
         """Returns the `StateProvider` of a class, such as `InputPosition`."""
@@ -80,6 +82,7 @@ class FitStates:
             {
                 "progress": progress.to_json(),
                 "model_sharding": self._sharding,
+                "shard_group_size": self._group_size,
                 "states": {name: state.plain for name, state in states.items()},
             },
             {name: state.own_plain for name, state in states.items()},
@@ -96,8 +99,9 @@ class FitStates:
         """
         shared, plain = read_part(commit, "state")
         progress, before = FitProgress.from_json(plain["progress"]), commit.manifest["workers"]
-        here = (agreement.workers, self._replicas, self._sharding)
-        is_alike = here == (before, progress.replicas, plain.get("model_sharding"))
+        here = (agreement.workers, self._replicas, self._sharding, self._group_size)
+        group_size = plain.get("shard_group_size")
+        is_alike = here == (before, progress.replicas, plain.get("model_sharding"), group_size)
         parts = [_read_worker(commit, worker, is_alike) for worker in ([agreement.own] if is_alike else range(before))]
         states = {
             name: SavedState(
@@ -109,6 +113,7 @@ class FitStates:
                 worker=agreement.own,
                 is_alike=is_alike,
                 finished=finished,
+                shard_group_size=group_size,
             )
             for name in (provider.name for provider in self._providers)
         }

@@ -14,6 +14,7 @@ from absl import logging
 from tfdist._compat import keras_internals
 from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider, TrainedFit
 from tfdist.errors import BackupError
+from tfdist.strategies.collectives.shard_groups import ShardGroups
 from tfdist.strategies.distributed_optimizer import optimizers_of
 from tfdist.strategies.distributed_variables import OptimizerVariable, RandomStateVariable, StatisticVariable
 from tfdist.strategies.sharding.part_tensors import whole_of_arrays
@@ -172,10 +173,10 @@ class VariableStates(StateProvider):
             locals_, was_shared = slot.locals(), slot.key in saved.shared
             arrays = [part.arrays for part in saved.parts]
             if not (saved.is_alike or was_shared) and _was_sharded(slot, arrays[0]):
-                self._assign_whole(slot, _joined(slot, arrays))
+                self._assign_whole(slot, _joined(slot, arrays, saved.shard_group_size))
                 continue
             if not (saved.is_alike or was_shared) and is_accumulator(slot.variable):
-                total = _accumulated(slot, arrays)
+                total = _accumulated(slot, arrays, saved.shard_group_size)
                 if isinstance(slot.variable.value, ShardedState):
                     self._assign_whole(slot, total)
                 else:
@@ -235,19 +236,25 @@ def _was_sharded(slot: Slot, part: Mapping[str, np.ndarray]) -> bool:
     return slot.key.startswith("optimizer/") and not is_accumulator(slot.variable)
 
 
-def _joined(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-    """Returns the whole value of a sharded variable from the arrays that all former workers have saved."""
+def _joined(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]], group_size: int | None) -> np.ndarray:
+    """Returns the whole value of a sharded variable from the arrays that all former workers have saved.
+
+    Each group of `group_size` replicas had the whole value. Tables were divided among all replicas.
+    """
     in_turn = f"{slot.key}{_IN_TURN}@0" in parts[0]
     key = slot.key + _IN_TURN if in_turn else slot.key
     values = list(zip(*(_replicas(key, part) for part in parts), strict=True))  # [replica][worker]
+    groups = None if in_turn else ShardGroups.of(group_size, len(parts), len(values))
+    if groups is not None:
+        values = [workers[: groups.workers_of_group] for workers in values[: groups.devices_of_group]]
     return whole_of_arrays(tuple(slot.variable.shape), [value for workers in values for value in workers], in_turn)
 
 
-def _accumulated(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+def _accumulated(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]], group_size: int | None) -> np.ndarray:
     """Returns the sum of the gradients that former replicas have accumulated: of parts, or of whole gradients each."""
     values = [value for part in parts for value in _replicas(slot.key, part)]
     if any(value.shape != tuple(slot.variable.shape) for value in values):
-        return _joined(slot, parts)
+        return _joined(slot, parts, group_size)
     return np.sum(values, axis=0, dtype=values[0].dtype)
 
 
