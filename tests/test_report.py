@@ -1,5 +1,6 @@
 """`tfdist report` says who was missing from which exchange and where each worker was, from files of any quality."""
 
+import dataclasses
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_buffer import Event, EventBuffer
 from tfdist.events.event_file import ASKED, EXCHANGE, START, EventFile, read_events, read_header, write_events
 from tfdist.events.phase_names import OWN_LOOP
-from tfdist.events.time_record import BEGINNING, SignOfLife, TimeRecordFile
+from tfdist.events.time_record import BEGINNING, SignOfLife, TimeRecordFile, read_time_record
 from tfdist.launch import cli
 from tfdist.report.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
 
@@ -253,6 +254,22 @@ def test_a_frozen_workers_last_sign_of_life_has_its_phase(tmp_path, reported):
     assert re.search(rf"it was killed; its last sign of life: exchange, in step 41 \[{moment}\]", reported()[1])
     frozen(tmp_path, step=39)  # It is of an earlier step, whose end came in the same second.
     assert re.search(rf"its last sign of life: step 41 \[{moment}\]", reported()[1])
+
+
+@pytest.mark.parametrize(
+    ("phase", "steps", "text"),
+    [
+        ("start-up", 0, "its times end in start-up ["),
+        ("outside", 40, "its times end in the script outside of Keras' calls, after step 40 ["),
+        ("tracing", 40, "its times end in tracing, in step 41 ["),
+    ],
+)
+def test_a_worker_without_events_is_described_by_the_phase_of_its_times(tmp_path, reported, phase, steps, text):
+    killed_job(tmp_path)
+    write_times(tmp_path, 0, 1, 0, 40, (BEGINNING, 0))
+    record = read_time_record(tmp_path / "attempt-0/times-1.bin")
+    TimeRecordFile(tmp_path / "attempt-0/times-1.bin").write(dataclasses.replace(record, phase=phase, steps=steps))
+    assert text in reported()[1]
 
 
 def test_a_running_worker_without_a_sign_of_life_may_be_frozen(tmp_path, reported):
