@@ -384,6 +384,7 @@ def test_the_report_says_what_it_does_not_know_of_a_loop_of_the_users_own(tmp_pa
     assert "  at most: a training loop of your own does not tell its steps, so its evaluations and other code " in out
     assert "attempt 0: how much work was lost is not known, since its training loop has no tfdist.callbacks." in out
     page = (tmp_path / "report.html").read_text()
+    assert "<td>unknown</td><td>none</td>" in page, "steps and newest backup"
     assert "At most 65.3&#160;% of the time" in page and "How much work was lost is not known" in page
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.events.phase_names import OWN_LOOP
 from tfdist.events.time_record import TimeRecord
 from tfdist.launch.first_failure import Failure
 from tfdist.report.goodput import AGAIN, LOST, RESTART, TimeAccount
@@ -55,6 +56,7 @@ class AttemptFigures:
       saves: Times of backups, in seconds since the epoch, as far as they are known.
       failure: Its first failure.
       cost: Cost of this failure; `None` without a failure or without times.
+      hides_steps: Whether it trained in a loop of the script's own that has not told any steps.
     """
 
     number: int
@@ -68,6 +70,7 @@ class AttemptFigures:
     saves: Sequence[float]
     failure: Failure | None
     cost: Cost | None
+    hides_steps: bool = False
 
     @property
     def end(self) -> float | None:
@@ -168,6 +171,7 @@ def _attempt(
         saves=_saves(records, telemetry, start),
         failure=failure,
         cost=None if failure is None or account is None else _cost(number, account),
+        hides_steps=any(each.seconds[OWN_LOOP] for each in records) and not any(each.steps for each in records),
     )
 
 

@@ -64,7 +64,7 @@ def _row(attempt: AttemptFigures) -> list[Child]:
         clock(attempt.start) if attempt.start is not None else "unknown",
         duration(attempt.seconds) if attempt.seconds is not None else "unknown",
         attempt.outcome or "unknown",
-        f"{first + 1:,} to {last:,}" if last > first else "none",
+        f"{first + 1:,} to {last:,}" if last > first else "unknown" if attempt.hides_steps else "none",
         "none" if attempt.committed is None else f"step-{attempt.committed}",
         step_time(speed.typical_seconds) if speed else "",
         step_time(speed.step_seconds) if speed else "",
