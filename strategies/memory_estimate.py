@@ -16,7 +16,7 @@ from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
 from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, needs_of
 from tfdist.strategies.memory_table import memory_table
-from tfdist.strategies.sharding.elementwise import is_factored, keeps_parts
+from tfdist.strategies.sharding.elementwise import is_factored, takes_parts
 from tfdist.strategies.sharding.sharded_state import is_accumulator
 
 
@@ -132,8 +132,8 @@ def _weight(variable: Any, optimizers: list[Any], residual_bytes: int, known: se
                 accumulators.append(_shape(state))
             elif tuple(state.shape) == value.shape or (is_factored(optimizer) and len(state.shape)):
                 states.append(_shape(state))
-                elementwise &= keeps_parts(optimizer) or is_factored(optimizer)
-                needs_whole |= not keeps_parts(optimizer)
+                elementwise &= takes_parts(optimizer) or is_factored(optimizer)
+                needs_whole |= not takes_parts(optimizer)
             else:
                 continue
             known.add(id(state))

@@ -88,6 +88,24 @@ def trained(placement, optimizer, sharding, **options):
     return results(model, train(model))
 
 
+class Named(layers.Layer):
+    """Multiplies by a matrix with a name that ends as those of moving averages."""
+
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(shape[-1], 3), name="moving_average")
+
+    def call(self, x):
+        return x @ self.matrix
+
+
+def trained_with_the_name_of_an_average(sharding):
+    start_anew()
+    with strategy("1x2", model_sharding=sharding).scope():
+        model = keras.Sequential([layers.Input((7,)), Named()])
+        model.compile(optimizers.Adafactor(0.01), "mse")
+    return results(model, train(model))
+
+
 def round_trip(placement, folder, saved_with, loaded_with, **options):
     """Trains, saves and loads a model, and trains on. Returns the results, and those of the same model unloaded."""
     model = build("adam", strategy(placement, model_sharding=saved_with, **options))
@@ -185,6 +203,37 @@ def read_outside():
     state.assign(np.arange(np.prod(state.shape)).reshape(state.shape))
     reads = [state.numpy(), np.asarray(state), state + 0, state.value + 0, tf.identity(state.value), state.value[:]]
     return [np.array_equal(each, np.arange(np.prod(state.shape)).reshape(state.shape)) for each in reads]
+
+
+def sums_before_gathers():
+    """Returns, for each gather of new weights in a step, how many sums of gradients it waits for."""
+    start_anew()
+    place = strategy("1x2", model_sharding="optimizer")
+    with place.scope():
+        model = keras.Sequential([layers.Input((400,)), *(layers.Dense(400) for _ in range(4))])
+        optimizer = place.distributed_optimizer(optimizers.AdamW())
+        optimizer.build(model.trainable_variables)
+
+    def on_replica():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(tf.ones([2, 400])))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    operations = tf.function(lambda: place.run(on_replica)).get_concrete_function().graph.get_operations()
+    gathers = [before(each) for each in operations if each.type == "CollectiveGatherV2"]
+    sums = [sum(each.type == "CollectiveAllToAllV2" for each in others) for others in gathers]
+    return [count for count in sums if count]  # Without the exchange of the numbers of rows.
+
+
+def before(operation):
+    """Returns all operations of a graph for which one of them waits."""
+    found, ahead = set(), [operation]
+    while ahead:
+        each = ahead.pop()
+        new = {*(tensor.op for tensor in each.inputs), *each.control_inputs} - found
+        found |= new
+        ahead += new
+    return found
 
 
 class Hidden(optimizers.Optimizer):

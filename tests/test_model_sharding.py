@@ -56,6 +56,18 @@ def test_sharded_state_gives_the_same_results(placement, optimizer, pools):
         assert_close(result, expected, tolerance=1e-5)
 
 
+def test_names_of_weights_do_not_make_them_averages(pools):
+    whole, sharded = (
+        pools("1x2").run(checks.trained_with_the_name_of_an_average, mode)[0] for mode in (None, "optimizer")
+    )
+    assert_close(sharded, whole, tolerance=0)
+
+
+def test_new_weights_leave_while_other_gradients_are_summed(pools):
+    waits = pools("1x2").run(checks.sums_before_gathers)[0]
+    assert len(waits) > 2 and set(waits) == {1}  # Each bucket waits for its own gradients only.
+
+
 def test_each_replica_keeps_its_share(pools):
     result = pools("1x2").run(checks.trained, "1x2", "adam", "optimizer")[0]
 

@@ -94,6 +94,16 @@ def test_sums_of_parts_have_the_bits_of_an_all_reduce(ranks, kind):
             np.testing.assert_array_equal(whole, total)
 
 
+@pytest.mark.parametrize("of", [Partition.of, Partition.of_table])
+@pytest.mark.parametrize("shards", SHARDS)
+def test_masks_leave_out_all_padding(shards, of):
+    partitions = [of(shape, shards) for shape in SHAPES if shape]
+    buckets = PartBuckets(partitions, tf.float32, granule=24)
+    ones = buckets.join_tensors([tf.ones(each.shape) for each in partitions])
+    for i, expected in enumerate(ones):
+        np.testing.assert_array_equal(buckets.mask(i), expected)
+
+
 class DevicesAndWorkers:
     """The part of `Collectives` that `PartExchange` uses, on workers with several devices each."""
 

@@ -24,8 +24,11 @@ def is_elementwise(optimizer: Any) -> bool:
     return bool(getattr(kind, "updates_elementwise", kind.update_step in _UPDATES))
 
 
-def keeps_parts(optimizer: Any) -> bool:
-    """Whether a replica needs only its part of the optimizer's state for each weight."""
+def takes_parts(optimizer: Any) -> bool:
+    """Whether a replica can update with its parts of gradients and state only.
+
+    Adafactor keeps parts of its state too, but updates with whole gradients and whole state.
+    """
     return is_elementwise(optimizer) or is_muon(optimizer)
 
 

@@ -79,13 +79,13 @@ class PartBuckets:
 
     def mask(self, bucket: int) -> tf.Tensor:
         """Returns 1 for each element of a bucket that is an element of a tensor, and 0 for padding: [shards, n]."""
-        segments = self._buckets[bucket]
-        of_bucket = {segment.tensor for segment in segments}
-        rows = [
-            rows_of(each, tf.ones(each.shape)) if i in of_bucket else tf.zeros([])
-            for i, each in enumerate(self._partitions)
-        ]
-        return self._columns_of(segments, rows, repeats=False)
+        columns = []
+        for segment in self._buckets[bucket]:
+            partition = self._partitions[segment.tensor]
+            own = [partition.elements_of(shard) - segment.start for shard in range(partition.shards)]
+            lengths = [min(max(each, 0), _size(segment)) for each in own]
+            columns.append(tf.sequence_mask(lengths, segment.padded(self._granule), tf.float32))
+        return columns[0] if len(columns) == 1 else tf.concat(columns, axis=1)
 
     def _columns_of(self, bucket: Bucket, rows: Sequence[tf.Tensor], repeats: bool) -> tf.Tensor:
         cuts = []

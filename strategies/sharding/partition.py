@@ -61,6 +61,11 @@ class Partition:
         """Number of elements of each part, with its padding."""
         return math.prod(self.part_shape)
 
+    def elements_of(self, shard: int) -> int:
+        """Returns the number of elements of a shard's part before its padding, which follows them."""
+        start, stop = (shard, self.rows) if self.in_turn else self.range_of(shard)
+        return len(range(start, stop, self.shards if self.in_turn else 1)) * math.prod(self.part_shape[1:])
+
     @property
     def padding(self) -> int:
         """Number of rows of padding of all parts together."""

@@ -25,9 +25,12 @@ def is_accumulator(variable: Any) -> bool:
     return ACCUMULATOR in str(variable.name)
 
 
-def is_average(variable: Any) -> bool:
-    """Whether a variable of an optimizer holds the moving average of a weight."""
-    return str(variable.name).split(":")[0].endswith(f"_{AVERAGE}")
+def is_average(state: "ShardedState") -> bool:
+    """Whether sharded state is the moving average of a weight.
+
+    Adafactor's means of rows and columns have the name of their weight, which may end alike, but name no weight.
+    """
+    return state.weight is not None and str(state.name).split(":")[0].endswith(f"_{AVERAGE}")
 
 
 def options_of_parts(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._compat import keras_internals
-from tfdist.strategies.sharding.elementwise import keeps_parts
+from tfdist.strategies.sharding.elementwise import takes_parts
 from tfdist.strategies.sharding.muon_update import orthogonalizes
 from tfdist.strategies.sharding.ownership import Ownership
 from tfdist.strategies.sharding.part_clipping import clipped
@@ -21,7 +21,7 @@ from tfdist.strategies.sharding.weight_part import MatrixPart, WeightPart, tenso
 def partitions_of(optimizer: Any, variables: Sequence[Any]) -> list[Division | None]:
     """Returns how an optimizer's state for each of these variables is divided; `None` if it is not."""
     states = [each.value for each in optimizer.variables if isinstance(each.value, ShardedState)]
-    divides = keeps_parts(optimizer)
+    divides = takes_parts(optimizer)
     known = {id(e.weight): e.partition for e in states if divides or isinstance(e.partition, Ownership)}
     weights = [tensorflow_variable(each) for each in variables]
     known |= {id(weight): weight.partition for weight in weights if isinstance(weight, ShardedWeight)}
@@ -154,7 +154,7 @@ def _part(optimizer: Any, variable: Any, partition: Division, shard: int) -> Wei
 def check_updates_parts(optimizer: Any, variables: Sequence[Any]) -> None:
     """Refuses an optimizer that needs whole weights, if any of these variables is divided."""
     weight = next((each for each in variables if is_sharded_weight(each)), None)
-    if weight is not None and not keeps_parts(optimizer):
+    if weight is not None and not takes_parts(optimizer):
         raise ValueError(
             f"With model_sharding='parameters' each replica has a part of {tensorflow_variable(weight).name!r}, but "
             f"optimizer {optimizer.name!r} updates whole weights. Use an optimizer that updates each element by "

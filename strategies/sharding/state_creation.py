@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist._compat import keras_internals, keras_stack
-from tfdist.strategies.sharding.elementwise import is_factored, keeps_parts
+from tfdist.strategies.sharding.elementwise import is_factored, takes_parts
 from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_tensors import Division, own_part_of
 from tfdist.strategies.sharding.partition import Partition
@@ -80,7 +80,7 @@ def division_of_state(strategy: Any, kwargs: Mapping[str, Any], shards: int) -> 
         return weight.partition
     if name.endswith(ACCUMULATOR):
         return None
-    if keeps_parts(maker) or is_factored(maker) or name.endswith(f"_{AVERAGE}"):
+    if takes_parts(maker) or is_factored(maker) or name.endswith(f"_{AVERAGE}"):
         return Partition.of(shape, shards)
     trained = [tensorflow_variable(each) for each in keras_internals.trained_variables(maker)]
     place = next((i for i, each in enumerate(trained) if each is weight), None)
