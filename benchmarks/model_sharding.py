@@ -43,22 +43,23 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("sharded_models", ["mlp", "transformer"], f"Some of {', '.join(MODELS)}, except the embedding.")
 flags.DEFINE_list("sharded_workers", ["2", "4"], f"Numbers of workers, 2 to {MAX_HOSTS}.")
 flags.DEFINE_list("sharded_links", ["1gbit", "unshaped"], "Rates such as 100mbit, or unshaped.")
+flags.DEFINE_list("sharded_libraries", ["tfdist", "pytorch"], "Libraries to measure.")
 flags.DEFINE_integer("sharded_steps", 10, "Steps in a block.", 3)
 flags.DEFINE_integer("sharded_rounds", 5, "Blocks of each variant.", 1)
 flags.DEFINE_string("sharded_json", None, "A file for the results.")
 
 _ADAM = {"optimizer": "adam"}
-_LIBRARIES = (
-    {
+_LIBRARIES = {
+    "tfdist": {
         "tfdist": Variant("keras_fit", _ADAM),
         **{f"tfdist+{mode}": Variant("keras_fit", {**_ADAM, "sharding": mode}) for mode in ("optimizer", "parameters")},
     },
-    {
+    "pytorch": {
         "ddp": Variant("torch_ddp", _ADAM),
         "ddp+zero": Variant("torch_ddp", {**_ADAM, "shards_state": True}),
         "fsdp": Variant("torch_fsdp", _ADAM),
     },
-)
+}
 _WARMUP_STEPS = 4
 _BLOCK_SECONDS = 300.0
 _KEY = ("model", "workers", "link", "variant")
@@ -147,6 +148,8 @@ def main(_: Sequence[str]) -> None:
     """Measures all cells and prints them."""
     if unknown := [name for name in FLAGS.sharded_models if name not in MODELS or name == "embedding"]:
         raise app.UsageError(f"--sharded_models takes mlp, transformer or cnn, got {', '.join(unknown)}.")
+    if unknown := [name for name in FLAGS.sharded_libraries if name not in _LIBRARIES]:
+        raise app.UsageError(f"--sharded_libraries takes {', '.join(_LIBRARIES)}, got {', '.join(unknown)}.")
     if why := why_not():
         sys.exit(why)
     path = None if FLAGS.sharded_json is None else pathlib.Path(FLAGS.sharded_json)
@@ -158,7 +161,7 @@ def main(_: Sequence[str]) -> None:
     with Netlab(hosts=max(workers), rate=None) as lab:
         for model in FLAGS.sharded_models:
             for count in workers:
-                for variants in _LIBRARIES:
+                for variants in (_LIBRARIES[name] for name in FLAGS.sharded_libraries):
                     links = [
                         link
                         for link in FLAGS.sharded_links

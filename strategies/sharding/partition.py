@@ -62,7 +62,7 @@ class Partition:
         return math.prod(self.part_shape)
 
     def elements_of(self, shard: int) -> int:
-        """Returns the number of elements of a shard's part before its padding, which follows them."""
+        """Returns the number of elements of a shard's part before its padding."""
         start, stop = (shard, self.rows) if self.in_turn else self.range_of(shard)
         return len(range(start, stop, self.shards if self.in_turn else 1)) * math.prod(self.part_shape[1:])
 
