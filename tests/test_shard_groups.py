@@ -62,6 +62,22 @@ def test_state_in_groups_gives_the_same_results(placement, optimizer, pools):
         assert all(max(result["bytes"]) <= 1.03 * result["whole"] / 2 for result in grouped)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [
+        ("2x4", {"shard_group_size": 2}),  # Each worker has two groups.
+        ("2x4", {"shard_group_size": 4}),
+        ("4x1", {"shard_group_size": 2, "transport": "tensorflow"}),
+    ],
+)
+def test_groups_exchange_over_each_transport(placement, options, pools):
+    whole = pools(placement).run(sharding_checks.trained, placement, "adam", None)
+    grouped = pools(placement).run(sharding_checks.trained, placement, "adam", "optimizer", **options)
+
+    assert_close(grouped, whole)
+
+
 @pytest.mark.parametrize(
     ("placement", "optimizer"), cases(IN_PARTS, {"1x4": ["global_clipnorm", "accumulation"], "2x2": ["muon"]})
 )
