@@ -228,7 +228,11 @@ class Step:
         return [_with_values(*each) for each in zip(values, kept, strict=True)]
 
     def _group_or_zeros(self, group):
-        return tf.cond(self.has_rows, lambda: group, lambda: [tf.zeros_like(tensor) for tensor in group])
+        def zeros():
+            # Of a known number TensorFlow would make constants, as large as the gradients, and keep them for ever.
+            return [tf.fill(tf.shape(tensor), tf.cast(self.rows, tensor.dtype)) for tensor in group]
+
+        return tf.cond(self.has_rows, lambda: group, zeros)
 
 
 def replicas() -> int:

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, at_least_one_row, noting, row_of
+from tfdist.strategies.step import Step
 
 
 class Model:
@@ -144,3 +145,17 @@ def test_a_row_stands_in_only_where_its_static_shape_fits():
         return tensor.numpy()
 
     assert [row(width).tolist() for width in (2, 3, 4)] == [[[2.0] * 2], [[3.0] * 3], [[0.0] * 4]]
+
+
+def test_a_replica_without_rows_gives_zeros_that_tensorflow_does_not_keep():
+    @tf.function(input_signature=[tf.TensorSpec([3, 2]), tf.TensorSpec([], tf.int32)])
+    def step(gradient, rows):
+        return Step(rows).or_zeros([gradient])[0]
+
+    gradient = tf.constant([[1.0, np.nan], [np.inf, 2.0], [3.0, 4.0]])
+    np.testing.assert_array_equal(step(gradient, 0), np.zeros([3, 2]))
+    np.testing.assert_array_equal(step(gradient, 5), gradient)
+    branches = step.get_concrete_function().graph.as_graph_def().library.function
+    operations = {node.name: node for branch in branches for node in branch.node_def}
+    filled = [node for node in operations.values() if node.op == "Fill"]
+    assert [operations[node.input[1].split(":")[0]].op for node in filled] == ["Cast"]  # No constant.
