@@ -1,10 +1,10 @@
 """Views of Keras optimizers that sum gradients over all replicas before they clip, scale and apply them."""
 
 import collections
+import contextlib
 import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -43,7 +43,7 @@ def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     return _view(optimizer, _Note)
 
 
-@contextmanager
+@contextlib.contextmanager
 def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterator[None]:
     """Gives `model`, and models inside it, views of their optimizers while a step is traced or run."""
     places = list(_optimizers_in(model))
@@ -229,6 +229,15 @@ class _Exchange:
         super()._backend_update_step([grads[i] for i in places], parts, learning_rate)
         current_step().sharded_update = None
         update.store()
+
+    def _distributed_tf_update_step(self, distribution, grads_and_vars, learning_rate):
+        update, whole = _sharded_update(), super()._distributed_tf_update_step
+        if update is None:
+            whole(distribution, grads_and_vars, learning_rate)
+            return
+        for grad, variable in grads_and_vars:
+            with update.in_turn(variable):
+                whole(distribution, [(grad, variable)], learning_rate)
 
     def _update_model_variables_moving_average(self, trainable_variables):
         step = current_step()

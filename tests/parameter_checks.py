@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ import tfdist
 from keras_features import small_weights_too, start_anew
 from keras_features import strategy_of as strategy
 from strategy_checks import own_index
+from tfdist.strategies.sharding import step_gathers
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
 WIDTH = 7
@@ -212,6 +214,91 @@ def _count(owner, name, counts):
         return method(*args, **kwargs)
 
     setattr(owner, name, counted)
+
+
+def alive(number):
+    """Returns how many weights, whole gradients and updates may be in memory at once in a step of a deep model.
+
+    Every weight counts as large. What is not before another operation in the graph may run together with it.
+    """
+    place = strategy("1x2", model_sharding="parameters")
+    gathers = _recorded(place.extended.reducer, "gather_parts", lambda parts: parts)
+    sums = _recorded(
+        place.extended.reducer, "reduce", lambda request: request.values if any(request.partitions) else []
+    )
+    start_anew()
+    with place.scope(), small_weights_too(), mock.patch.object(step_gathers, "AHEAD_BYTES", 0):
+        model = keras.Sequential(
+            [layers.Input((WIDTH,)), *(layers.Dense(WIDTH, use_bias=False) for _ in range(number))]
+        )
+        model.compile("adam", "mse")
+        x, _ = sharding_checks.data()
+        model.fit(x, x, batch_size=24, verbose=0)
+    graph = gathers[0][0].graph  # Keras traces a step several times.
+    of_first = [each for each in graph.get_operations() if each.device.endswith("CPU:0")]
+    assigned = [each for each in of_first if each.type == "AssignVariableOp"]
+    assigned = [each for each in assigned if each.inputs[1].shape == gathers[0][0].shape]
+    return (
+        _most_at_once([(part.op, list(_uses(whole))) for part, whole in gathers if part.graph is graph]),
+        _most_at_once([(gradient.op, [part.op]) for gradient, part in sums if part.graph is graph]),
+        _most_at_once([(each, [each]) for each in assigned]),
+    )
+
+
+def _recorded(owner, name, given):
+    """Returns a list of the first replica's tensors that a method takes and returns, while it is traced."""
+    method, found = getattr(owner, name), []
+
+    def recorded(argument, *args):
+        results = method(argument, *args)
+        step = args[-1]
+        if step.replica == 0 and not tf.executing_eagerly() and given(argument):
+            found.extend(zip(given(argument), results, strict=True))
+        return results
+
+    setattr(owner, name, recorded)
+    return found
+
+
+def _uses(tensor):
+    """Yields the operations that compute with a tensor."""
+    for operation in tensor.consumers():
+        places = [i for i, each in enumerate(operation.inputs) if each is tensor]
+        if operation.type in ("Identity", "IdentityN", "Reshape", "EnsureShape"):
+            yield from _uses(operation.outputs[places[0]])
+        else:
+            yield operation
+
+
+def _most_at_once(lifetimes):
+    """Returns how many of these (first operation, last operations) may be in memory at once, at most.
+
+    This is the number of chains, one after the other in the graph, that they make up.
+    """
+    before = [_all_before(first) for first, _ in lifetimes]
+    later = [[i for i, known in enumerate(before) if known.issuperset(last)] for _, last in lifetimes]
+    follows = {}  # For each that follows another in its chain, that one.
+
+    def extend(i, tried):
+        for other in later[i]:
+            if other not in tried:
+                tried.add(other)
+                if other not in follows or extend(follows[other], tried):
+                    follows[other] = i
+                    return True
+        return False
+
+    return len(lifetimes) - sum(extend(i, set()) for i in range(len(lifetimes)))
+
+
+def _all_before(operation):
+    found, ahead = set(), [operation]
+    while ahead:
+        each = ahead.pop()
+        inputs = {*(tensor.op for tensor in each.inputs), *each.control_inputs} - found
+        found |= inputs
+        ahead.extend(inputs)
+    return found
 
 
 def refused_unknown_loss():

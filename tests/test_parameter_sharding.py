@@ -97,6 +97,14 @@ def test_a_weight_is_gathered_once_for_each_pass(pools):
     assert sums and gathers * 5 == sums * (5 + 3)  # However often Keras traces the step.
 
 
+def test_few_whole_weights_and_gradients_are_in_memory_at_once(pools):
+    """However many layers a model has: the next weight arrives, and the last gradients are summed, meanwhile."""
+    (of_few,), (of_many,) = (pools("1x2").run(checks.alive, number) for number in (6, 9))
+
+    assert of_few == of_many
+    assert max(of_many) <= 3, of_many
+
+
 @pytest.mark.parametrize(
     ("check", "text"),
     [

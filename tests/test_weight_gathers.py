@@ -55,6 +55,17 @@ def test_a_gather_waits_for_the_uses_of_all_weights_but_the_last(monkeypatch):
     step([tf.eye(4)] * 4, tf.eye(4))
 
 
+def test_sums_count_by_their_whole_gradients():
+    @tf.function
+    def step(gradients):
+        gathers = StepGathers()
+        for gradient in gradients:
+            gathers.note_summed(tf.identity(gradient), whole_bytes=10 << 20)
+        assert len(gathers.before_first()) == 2  # The last one takes 10 MiB, and two would take more than 16.
+
+    step([tf.eye(4)] * 3)
+
+
 def test_small_weights_are_gathered_without_waiting():
     @tf.function
     def step(weights, rows):

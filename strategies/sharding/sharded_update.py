@@ -1,7 +1,8 @@
 """One update of an optimizer whose state is sharded: each replica updates its part of the weights."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +15,7 @@ from tfdist.strategies.sharding.part_clipping import clipped
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight, is_sharded_weight
+from tfdist.strategies.sharding.step_gathers import Pending, but_last
 from tfdist.strategies.sharding.table_update import table_of
 from tfdist.strategies.sharding.weight_part import MatrixPart, WeightPart, tensorflow_variable
 
@@ -52,6 +54,8 @@ class ShardedUpdate:
         self.assigned: list[Any] = []
         self.updated: Any = None
         self._gathered: MatrixPart | None = None
+        self._assigning: list[Pending] = []
+        self._done: set[int] = set()  # The ids of parts that are assigned.
         self.partitions = partitions_of(optimizer, variables)
         check_updates_parts(optimizer, variables)
         self._shard = shard = tf.distribute.get_strategy().extended.parts.shard_of(step.replica)
@@ -77,11 +81,31 @@ class ShardedUpdate:
         return clipped(self._optimizer, sums, self._copies, sum_over_replicas)
 
     def in_parts(self, variables: Sequence[Any]) -> tuple[list[int], list[Any]]:
-        """Returns what this replica updates of `variables`: their indices, and parts for those that are divided."""
+        """Returns what this replica updates of `variables`: their indices, and parts for those that are divided.
+
+        If weights are divided, the last ones come first, since their gradients do.
+        """
         known = {**self._parts, **self._tables}
         parts = [known.get(id(tensorflow_variable(each)), each) for each in variables]
         places = [i for i, part in enumerate(parts) if not (isinstance(part, WeightPart) and part.is_empty)]
+        if any(is_sharded_weight(part.whole) for part in self._parts.values()):
+            places.reverse()
         return places, [parts[i] for i in places]
+
+    @contextlib.contextmanager
+    def in_turn(self, variable: Any) -> Iterator[None]:
+        """Lets the optimizer update a divided weight after those before, except the last ones, and assigns it at once.
+
+        Otherwise the gradients, the temporary tensors and the new values of all weights could exist at once.
+        """
+        if not isinstance(variable, WeightPart) or not is_sharded_weight(variable.whole):
+            yield
+            return
+        with tf.control_dependencies([each.op for each in but_last(self._assigning)]):
+            yield
+            assigning = self._assign(variable)
+        if assigning is not None:  # In a graph.
+            self._assigning.append(Pending(assigning, variable.shape.num_elements() * variable.dtype.size))
 
     def gather(self, part: tf.Tensor) -> tf.Tensor:
         """Gathers a tensor that is divided as the weight `updated`, such as its momentum; returns the whole tensor."""
@@ -102,8 +126,8 @@ class ShardedUpdate:
         parts = []
         for part in self._parts.values():
             if is_sharded_weight(part.whole):
-                part.whole.note_assigned()
-                part.whole.own_part.assign(part.read_value(), read_value=False)
+                if id(part) not in self._done:
+                    self._assign(part)
             elif part.is_whole:
                 part.whole.assign(part.read_value())
             else:
@@ -117,6 +141,12 @@ class ShardedUpdate:
         targets = [part.whole for part in parts] + [state for state, _ in beside]
         for target, whole in zip(targets, gathered(own, divisions, self._step), strict=True):
             target.assign(whole)
+
+    def _assign(self, part: WeightPart) -> Any:
+        """Assigns the new part of a divided weight. Returns the operation, in a graph."""
+        self._done.add(id(part))
+        part.whole.note_assigned()
+        return part.whole.own_part.assign(part.read_value(), read_value=False)
 
     def _check_assigned(self, known: Sequence[Any]) -> None:
         unknown = [state.name for state in self.assigned if not any(state is each for each in known)]

@@ -1,6 +1,7 @@
 """Weights of which each replica keeps its own part, and gathers the whole when a step reads it."""
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,7 +144,7 @@ def _summed_part(upstream: Any, partition: Division, name: str, key: object) -> 
     (part,) = _reducer().reduce(request, step)
     values = part.values if isinstance(part, tf.IndexedSlices) else part
     _note(values)
-    step.gathers.note_summed(values)
+    step.gathers.note_summed(values, math.prod(partition.shape) * values.dtype.size)
     return part
 
 

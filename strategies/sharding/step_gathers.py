@@ -1,6 +1,7 @@
 """Policy: when a step gathers which whole weight, so that few of them are in memory at once."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -24,9 +25,21 @@ class Gathered(NamedTuple):
     assignments: int
 
 
+class Pending(NamedTuple):
+    """An operation for which no other waits yet.
+
+    Attributes:
+      op: The operation.
+      bytes: The memory that is free when it has run.
+    """
+
+    op: tf.Operation
+    bytes: int
+
+
 class _Traced(NamedTuple):
     gathered: list[tf.Tensor]  # Those for which no gather waits yet.
-    summed: list[tf.Tensor]
+    summed: list[Pending]
     begun: list[tf.Operation]  # Operations that must have run before the last second gather.
 
 
@@ -51,8 +64,8 @@ class StepGathers:
         traced = self._in_graph()
         if traced is None:
             return []
-        uses = [use for whole in _but_last(traced.gathered) for use in Uses(whole).all]
-        return list(dict.fromkeys([*uses, *(part.op for part in _but_last(traced.summed))]))
+        uses = [use for whole in but_last(traced.gathered, _bytes) for use in Uses(whole).all]
+        return list(dict.fromkeys([*uses, *(each.op for each in but_last(traced.summed))]))
 
     def note(self, key: object | None, whole: tf.Tensor, weight: Any) -> None:
         """Notes that the step has gathered a weight, which `taken` returns by its key, if there is one."""
@@ -66,11 +79,11 @@ class StepGathers:
         """Notes that the step assigns a weight."""
         self._assignments[id(weight)] = self._assignments.get(id(weight), 0) + 1
 
-    def note_summed(self, part: tf.Tensor) -> None:
-        """Notes that the step has summed a gradient of a weight, of which this replica gets a part."""
+    def note_summed(self, part: tf.Tensor, whole_bytes: int) -> None:
+        """Notes that the step has summed a gradient of a weight of `whole_bytes`, of which this replica gets a part."""
         traced = self._in_graph()
         if traced is not None:
-            traced.summed.append(part)
+            traced.summed.append(Pending(part.op, whole_bytes))
 
     def taken(self, key: object) -> Gathered | None:
         """Returns a weight that should be gathered again for the backward pass in the current graph; else `None`.
@@ -95,7 +108,7 @@ class StepGathers:
         if traced is None:
             return []
         own = uses.inputs_of_first
-        ahead = [*(traced.begun or own), *(part.op for part in _but_last(traced.summed))]
+        ahead = [*(traced.begun or own), *(each.op for each in but_last(traced.summed))]
         traced.begun[:] = own
         return uses.traced_before_first(ahead)
 
@@ -105,14 +118,18 @@ class StepGathers:
         return self._traced.setdefault(tf.compat.v1.get_default_graph(), _Traced([], [], []))
 
 
-def _but_last(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Removes the tensors that must be used before the next one arrives, and returns them: all but the last ones."""
+def but_last(pending: list[Any], bytes_of: Callable[[Any], int] = lambda each: each.bytes) -> list[Any]:
+    """Removes what must be done before the next one begins, and returns it: all but the last ones, of up to 16 MiB."""
     ahead, kept = 0, 0
-    for tensor in reversed(tensors):
-        ahead += (tensor.shape.num_elements() or 0) * tensor.dtype.size
+    for each in reversed(pending):
+        ahead += bytes_of(each)
         if kept and ahead > AHEAD_BYTES:
             break
         kept += 1
-    done = tensors[: len(tensors) - kept]
-    del tensors[: len(tensors) - kept]
+    done = pending[: len(pending) - kept]
+    del pending[: len(pending) - kept]
     return done
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
