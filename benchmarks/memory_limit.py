@@ -4,9 +4,9 @@
     python -m benchmarks.memory_limit --limit 1500 --blocks 3 --width 2048 --workers 4
 
 Each worker runs in a control group of its own with the same limit, which the kernel enforces: a worker that needs more
-is killed. The output shows for each mode whether training ended, the loss of each step, the highest memory of a worker
-by its control group, and the bytes that the worker must hold in theory: its parts of weights, gradients and Adam's
-state.
+is killed. The output shows for each mode whether training ended, and for worker 0 the loss of each step and the memory
+of its control group: the highest so far, cached files included, and what the process holds after the step. Beside it
+stands what the worker must hold in theory: its parts of the weights, of Adam's state and of the gradients.
 """
 
 import json
@@ -68,17 +68,23 @@ def work(settings: dict) -> None:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = transformer(settings["blocks"], settings["width"])
-        model.compile(keras.optimizers.Adam(1e-4), "mse")
+        model.compile(keras.optimizers.Adam(1e-6), "mse")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(8, 16, settings["width"])).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, np.ones((8, 1), "float32"))).batch(8).repeat(settings["steps"])
 
     def told(batch, logs):
         peak = int((group / "memory.max_usage_in_bytes").read_text())
-        sizes = {"weights_mib": model.count_params() * 4 >> 20, "peak_mib": peak >> 20}
+        sizes = {"weights_mib": model.count_params() * 4 >> 20, "peak_mib": peak >> 20, "held_mib": held(group)}
         print(json.dumps({"step": batch, "loss": float(logs["loss"]), **sizes}), flush=True)
 
     model.fit(data, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=told)])
+
+
+def held(group: pathlib.Path) -> int:
+    """Returns the MiB of memory that processes of a group hold now, without cached files."""
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(statistics["rss"]) >> 20
 
 
 def run(mode: str) -> None:
@@ -99,8 +105,11 @@ def run(mode: str) -> None:
     for line in lines:
         print(f"  {line}")
     if lines:
-        whole = 4 * lines[-1]["weights_mib"]
-        print(f"  weights, gradients and state: {whole} MiB whole, {whole // FLAGS.workers} MiB in parts")
+        weights = lines[-1]["weights_mib"]
+        for what, whole in (("weights and state", 3 * weights), ("with gradients", 4 * weights)):
+            print(f"  {what}: {whole} MiB whole, {whole // FLAGS.workers} MiB in parts")
+    for group in _GROUPS.glob("tfdist-memory-limit-*"):  # A group that stays would count cached files once more.
+        group.rmdir()
     if ended.returncode:
         print("\n".join(line for line in (ended.stderr + ended.stdout).splitlines() if line.startswith("tfdist:")))
 
