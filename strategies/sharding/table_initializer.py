@@ -35,7 +35,9 @@ class TableInitializer(keras.initializers.Initializer):
         first, filled = 0, 0
         for block in self._blocks(partition.shape, part.dtype):
             own = block[(shard - first) % partition.shards :: partition.shards]
-            part[filled : filled + own.shape[0]].assign(own)
+            # `part[...].assign` would first read the part, and then copy it whole because of the second reference.
+            end = filled + own.shape[0]
+            tf.raw_ops.ResourceStridedSliceAssign(ref=part.handle, begin=[filled], end=[end], strides=[1], value=own)
             first, filled = first + block.shape[0], filled + own.shape[0]
 
     def _blocks(self, shape: tuple[int, ...], dtype: tf.DType) -> Iterator[tf.Tensor]:
