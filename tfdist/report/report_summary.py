@@ -159,7 +159,7 @@ def cost_of(attempt: AttemptFigures, figures: RunFigures) -> str:
     parts.append(f"{duration(cost.restart_seconds)} passed until {until}")
     if cost.again_seconds:
         parts.append(f"{duration(cost.again_seconds)} went into starting, tracing and restoring again")
-    is_unknown = bool(figures.account) and attempt.number in figures.account.unknown
+    is_unknown = figures.account is not None and attempt.number in figures.account.unknown
     loss = f" {UNKNOWN_LOSS[:1].upper()}{UNKNOWN_LOSS[1:]}." if is_unknown else _origin(attempt, figures)
     return f"{duration(cost.seconds)} in all: {', '.join(parts)}.{loss}"
 
