@@ -236,7 +236,7 @@ class _Exchange:
             whole(distribution, grads_and_vars, learning_rate)
             return
         for grad, variable in grads_and_vars:
-            with update.in_turn(variable):
+            with update.after_earlier_updates(variable):
                 whole(distribution, [(grad, variable)], learning_rate)
 
     def _update_model_variables_moving_average(self, trainable_variables):

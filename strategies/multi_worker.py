@@ -75,8 +75,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         times as many bytes. Equal on all workers.
       shard_group_size: Number of replicas that divide the model among themselves, such as those of a machine or a rack;
         by default all. Each group of consecutive replicas then has the whole model. A step gathers weights within a
-        group only, and only parts of gradients travel between groups. It must divide the number of devices of a worker,
-        or be a multiple of it that divides the number of replicas. Equal on all workers.
+        group only, and only parts of gradients travel between groups; with `compression` whole gradients, encoded. It
+        must divide the number of devices of a worker, or be a multiple of it that divides the number of replicas. Equal
+        on all workers.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them.
 
     Attributes:

@@ -2,10 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, separate
 
 
 def laid_out(kilobytes):
@@ -29,3 +30,14 @@ def test_a_small_model_has_two_buckets_and_the_first_holds_half(seed):
 )
 def test_buckets_are_halves_if_tensors_allow(sizes, buckets):
     assert laid_out(sizes) == buckets
+
+
+def test_tensors_of_unknown_rank_travel_whole():
+    @tf.function
+    def there_and_back(value):
+        tensors = [tf.numpy_function(lambda x: x, [value], tf.float32)]
+        buckets = fill_buckets(tensors)
+        assert tensors[0].shape.rank is None
+        return separate(buckets, [join(bucket, tensors) for bucket in buckets], tensors)[0]
+
+    np.testing.assert_array_equal(there_and_back(tf.ones([2, 3])), np.ones([2, 3]))

@@ -118,7 +118,8 @@ def join(
     total = 0
     for segment in bucket:
         tensor = tensors[segment.tensor]
-        part = segment.of(tensor if len(tensor.shape) == 1 else tf.reshape(tensor, [-1]))
+        is_flat = tf.TensorShape(tensor.shape).rank == 1  # The rank may be unknown, and `tensor` may be an array.
+        part = segment.of(tensor if is_flat else tf.reshape(tensor, [-1]))
         flat.append(part)
         if segment.stop is None:
             continue

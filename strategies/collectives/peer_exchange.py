@@ -44,6 +44,8 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
 class _Form(enum.Enum):
+    """What the workers send to each other. SWAP leaves out this worker's own tensor."""
+
     ALL_GATHER = "each worker sends its rows to all"
     ALL_TO_ALL = "each worker sends one row to each"
     SWAP = "two workers send a tensor to each other"
@@ -74,7 +76,8 @@ class PeerExchange:
             threading.Thread(target=target, name=f"tfdist-peers-{name}", daemon=True).start()
         recorder.add_state(self._state)
         self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange of a graph.
-        self._run = tf.function(self._exchanged, autograph=False)
+        # Retraced once for all sizes, since it keeps its traces for the life of the process.
+        self._run = tf.function(self._exchanged, autograph=False, reduce_retracing=True)
         self._await_bytes = tf.function(self._awaited, autograph=False)
 
     def limit(self, group: int, workers: Sequence[int]) -> None:
@@ -115,21 +118,21 @@ class PeerExchange:
             self._inboxes.append(inbox)
             place = len(self._inboxes) - 1
         members = self._workers_of(group)
-        return self._run(rows, tf.constant([place, group]), key, inbox.queue_ref, token, form, members)
+        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [len(members) if form is _Form.ALL_TO_ALL else 1, -1])
+        received = self._run(sent, tf.constant([place, group]), key, inbox.queue_ref, token, form, members)
+        return _like(received, rows, times=len(members) if form is _Form.ALL_GATHER else 1)
 
     def _workers_of(self, group):
         """Returns the numbers of the workers that exchange in a group."""
         return self._members.get(group) or tuple(range(len(self._names)))
 
-    def _exchanged(self, rows, labels, key, inbox, token, form, members):
-        """Exchanges a tensor. Returns what the workers `members` have sent, in one tensor.
+    def _exchanged(self, sent, labels, key, inbox, token, form, members):
+        """Exchanges rows of bytes. Returns the bytes that the workers `members` have sent, one after another.
 
-        The operations of an exchange take megabytes while Python traces them, so all exchanges of one type and shape
-        call one function. TensorFlow inlines it. If it did not, a function would keep what it has received until the
-        next step, and an error in one of them would first cancel the others, so that the step fails as cancelled.
+        The operations of an exchange take megabytes while Python traces them, so all exchanges call one function.
+        TensorFlow inlines it. If it did not, a function would keep what it has received until the next step, and an
+        error in one of them would first cancel the others, so that the step fails as cancelled.
         """
-        workers = len(members)
-        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if form is _Form.ALL_TO_ALL else 1, -1])
         size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
         begin = functools.partial(self._begin, form)
@@ -137,8 +140,8 @@ class PeerExchange:
         received = self._await_bytes(inbox, key, token)
         if form is _Form.SWAP:
             other = 1 - members.index(self._worker)
-            return _like(received[other * size : (other + 1) * size], rows)
-        return _like(received[: workers * size], rows, times=workers if form is _Form.ALL_GATHER else 1)
+            return received[other * size : (other + 1) * size]
+        return received[: len(members) * size]
 
     def _awaited(self, inbox, key, token):
         """Awaits an exchange in an inbox. Returns the bytes of all workers, and those of the key behind them."""
@@ -197,12 +200,12 @@ class PeerExchange:
                 self._rounds.pop(tag)
                 self._refused = self._refused or [(tag, current)]
                 return fault
-        for place, peer in enumerate(members):
-            row = sent[place] if len(sent) > 1 else sent[0]
-            if peer != self._worker:
-                self._sender.give(peer, _HEADER.pack(*tag, size), row)
-            elif form is not _Form.SWAP:
-                current.row(peer)[:] = row
+        rows = sent if len(sent) > 1 else [sent[0]] * len(members)
+        own = members.index(self._worker)
+        for place in (*range(own + 1, len(members)), *range(own)):  # Otherwise all would send to the first ones first.
+            self._sender.give(members[place], _HEADER.pack(*tag, size), rows[place])
+        if form is not _Form.SWAP:
+            current.row(self._worker)[:] = rows[own]
         if self._is_whole(tag, current, self._worker):
             # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
             self._whole.put((tag, current))
@@ -394,7 +397,8 @@ class PeerExchange:
         unasked = [each for each in self._rounds.values() if each.inbox is None]
         late = [each for each in self._rounds.values() if each.waits(now - _UNLIKE_SECONDS)]
         peers = (peer for each in late for peer in sorted(each.missing))
-        return next((peer for peer in peers if any(peer not in each.missing for each in unasked)), None)
+        have_sent = {peer for each in unasked for peer in each.workers if peer not in each.missing}
+        return next((peer for peer in peers if peer in have_sent), None)
 
 
 class _PendingCollective:

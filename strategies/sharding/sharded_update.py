@@ -93,7 +93,7 @@ class ShardedUpdate:
         return places, [parts[i] for i in places]
 
     @contextlib.contextmanager
-    def in_turn(self, variable: Any) -> Iterator[None]:
+    def after_earlier_updates(self, variable: Any) -> Iterator[None]:
         """Lets the optimizer update a divided weight after those before, except the last ones, and assigns it at once.
 
         Otherwise the gradients, the temporary tensors and the new values of all weights could exist at once.

@@ -30,7 +30,7 @@ class Pending(NamedTuple):
 
     Attributes:
       op: The operation.
-      bytes: The memory that is free when it has run.
+      bytes: Bytes that may be freed once it has run.
     """
 
     op: tf.Operation
