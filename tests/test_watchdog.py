@@ -36,6 +36,7 @@ from tfdist.events.phase_names import (
     MEETING,
     SAVE,
     TRACING,
+    WAITING,
 )
 from tfdist.exit_codes import STALLED
 from tfdist.faults import FaultTolerance, watchdog, worker_comparison
@@ -43,7 +44,7 @@ from tfdist.faults import coordination_store as board_module
 from tfdist.faults.activity import Activity, Doing
 from tfdist.faults.coordination_store import DONE, OVER, CoordinationStore
 from tfdist.faults.shutdown import hear_aloud
-from tfdist.faults.stall_suspect import describe, suspect_of, unlike_calls, yet_to_come
+from tfdist.faults.stall_suspect import describe, stalled_at, suspect_of, unlike_calls, yet_to_come
 from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.stalled_line import stalled_line
 from tfdist.faults.watchdog import Creations, Watchdog, start
@@ -458,14 +459,14 @@ class Exchanging:
     """A strategy that waits for peers in each step. Records the seconds at which its watchdog asks the peers."""
 
     fault_tolerance = FaultTolerance()
-    number, tells, has_stopped, step = 0, True, False, 0
+    number, tells, has_stopped, step, phase = 0, True, False, 0, EXCHANGE
 
     def __init__(self, carried=None):
         self.reports, self.activity, self.asked = self, Activity(), []
         self.dog = Watchdog(self, Words(3, {}), StallTimeout(meeting_seconds=300), Creations(), carried)
 
     def doing(self):
-        return Doing("fit", 3, 3, EXCHANGE, True, False, self.step)
+        return Doing("fit", 3, 3, self.phase, True, False, self.step)
 
     def live(self, seconds):
         for second in range(seconds):
@@ -480,6 +481,31 @@ def test_a_healthy_wait_asks_for_positions_once_before_each_warning():
     for worker.step in range(2):
         worker.live(120)
     assert worker.asked == 2 * [9, 31, 92]
+
+
+def test_only_a_worker_that_waits_for_no_peer_tells_the_line_in_which_it_hangs(monkeypatch, caplog):
+    monkeypatch.setattr(watchdog, "stalled_line", lambda calls, section: f"rows.py:7 in {section}")
+    worker, told = Exchanging(), {}
+    for worker.phase in (None, INPUT, COMPUTE, EXCHANGE, CALLBACK, MEETING, WAITING, SAVE, AGREEING, ITS_END):
+        worker.dog._line_read = -math.inf
+        worker.live(9)
+        assert worker.dog._line_for_peers() is None
+        worker.live(3)
+        told[worker.phase] = worker.dog._line_for_peers()
+    hangs = (INPUT, COMPUTE, CALLBACK, SAVE)
+    assert told == {each: f"rows.py:7 in {each}" if each in hangs else None for each in told}
+    worker.phase, worker.dog._line_read = INPUT, -math.inf
+    worker.live(40)
+    assert "worker 1 is in step 1 (input at rows.py:7 in input) of `fit`, call 3" in caplog.text
+
+
+def test_the_line_of_a_stall_is_that_of_the_suspect_or_else_that_of_the_worker():
+    at_line = at(4, CALLBACK) | {"line": "train.py:31 in on_epoch_end"}
+    own = at(4, INPUT) | {"line": "rows.py:7 in decode"}
+    assert stalled_at({0: own, 1: at_line}, 1, 0) == "train.py:31 in on_epoch_end"
+    for suspect in (None, 0, 1):
+        assert stalled_at({0: own, 1: None}, suspect, 0) == "rows.py:7 in decode"
+    assert stalled_at({0: at(4, EXCHANGE) | {"line": None}, 1: at(4, EXCHANGE)}, 1, 0) is None
 
 
 def test_positions_are_asked_for_at_the_end_of_the_program_too(monkeypatch):

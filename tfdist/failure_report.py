@@ -73,7 +73,7 @@ def write_report(
       causes: The exception and the chain of its causes, with the attributes of `failure_kinds.Cause`.
       message: Message of the exception or stall.
       stack: Stack of this worker.
-      line: Innermost line of the user's own code, if it is not the last one in `stack`.
+      line: Line of the user's code at which the suspect, or else this worker, hangs.
       suspect: The peer believed to be the cause, if any.
       step: Step of this worker.
       section: Part of that step.

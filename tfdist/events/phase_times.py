@@ -139,11 +139,18 @@ class PhaseTimes:
 
     def show_life(self, phase: str | None, steps: int) -> None:
         """Writes what this process does now. Takes no lock, so a thread that hangs in a write does not stop it."""
+        self._write_sign(SignOfLife(time.time(), steps, phase))
+
+    def end_signs(self) -> None:
+        """Withdraws the last sign of life, since no more will follow, so that this process does not seem frozen."""
+        self._write_sign(SignOfLife(0.0, 0, None))
+
+    def _write_sign(self, sign: SignOfLife) -> None:
         file = self._file
         if not self.is_on or file is None or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):  # The next change of the phase notices the error, too.
-            file.write_sign(SignOfLife(time.time(), steps, phase))
+            file.write_sign(sign)
 
     def _count(self) -> None:
         """Adds the time since the last change to the phase that has ended."""

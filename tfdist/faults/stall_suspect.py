@@ -61,6 +61,12 @@ def _odd_one(calls: Mapping[int, tuple[Any, ...]]) -> int | None:
     return alone[0] if len(alone) == 1 and len(calls) > 2 else None
 
 
+def stalled_at(positions: Positions, suspect: int | None, own: int) -> str | None:
+    """Returns the line of the user's code at which the suspect, or else the worker `own`, hangs; `None` if unknown."""
+    told = [positions.get(worker) or {} for worker in (suspect, own) if worker is not None]
+    return next((line for each in told if (line := each.get("line"))), None)
+
+
 def describe(positions: Positions) -> str:
     """Describes in which call, step and section each worker is, for a message about a stall."""
     return ", ".join(f"worker {worker} {_place(position)}" for worker, position in sorted(positions.items()))

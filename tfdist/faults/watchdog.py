@@ -23,7 +23,7 @@ every second, and another sends them to the peers every two seconds. The rules:
   after about 10 s, or after the usual duration of a step.
 - A waiting worker logs a warning after half of its limit, at most 30 s, and then every minute. The warning gives the
   duration, the position of each worker and the suspect. A worker that waits for no peer, such as in a callback, reads
-  its stack after 10 s, so that the warning also has the line of the user's code.
+  its stack after half of its limit, at most 10 s, so that the warning also has the line of the user's code.
 
 A lone worker is watched only under `tfdist run`, which restarts it. Custom loops are not watched. Nor is the first
 batch of a generator or a `PyDataset`: Keras reads it for its structure before the call is noted. For its peers, the
@@ -53,7 +53,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
-from tfdist.events.phase_names import EXCHANGE, ITS_END, MEETING, WAITING
+from tfdist.events.phase_names import AGREEING, EXCHANGE, ITS_END, MEETING, WAITING
 from tfdist.events.phase_times import TIMES
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
@@ -63,6 +63,7 @@ from tfdist.faults.stall_suspect import (
     UNLIKE_CALLS,
     Positions,
     describe,
+    stalled_at,
     suspect_of,
     unlike_calls,
     yet_to_come,
@@ -88,7 +89,8 @@ _STOP_SECONDS = 2.0
 _LISTENERS = 16  # Threads that ask for the words of workers.
 _ABSENCE_SECONDS = 5.0
 _TELL_SECONDS = 10.0  # Before a worker that creates a variable logs its wait.
-_LINE_SECONDS = 10.0  # Without progress, before a worker reads its stack for its peers; and between two readings.
+_LINE_SECONDS = 10.0  # At most, without progress, before a worker reads its stack; and between two readings.
+_OF_PEERS = (None, EXCHANGE, MEETING, WAITING, AGREEING, ITS_END)  # No line of the user's code hangs in these.
 _UNLIKE_SECONDS = 8.0  # Without progress, before different calls are looked for.
 _SAID_OF_ENDS = (" is gone", " ended by ")  # In the error of a collective after a worker has ended.
 _WARN_SECONDS, _WARN_AGAIN_SECONDS = 30.0, 60.0
@@ -273,6 +275,7 @@ class Watchdog:
             with self._going_on():
                 position = self._position
                 TIMES.show_life(position["section"], EVENTS.steps_before + position["step"])
+        TIMES.end_signs()
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -364,10 +367,10 @@ class Watchdog:
     def _line_for_peers(self) -> str | None:
         """Returns the line of the user's code in which this worker makes no progress, unless it waits for peers."""
         section, now = self._position["section"], time.monotonic()
-        is_late = self._patience.waited_seconds > _LINE_SECONDS
-        if not is_late or section in (None, WAITING, ITS_END) or self._patience.waits:
+        least = min(_LINE_SECONDS, self._patience.limit_seconds / 2)
+        if self._patience.waited_seconds <= least or section in _OF_PEERS:
             return None
-        if now - self._line_read > _LINE_SECONDS:
+        if now - self._line_read > least:
             self._line, self._line_read = stalled_line(call_stack.calls_of_threads(), section), now
         return self._line
 
@@ -420,6 +423,7 @@ class Watchdog:
         if waited < min(_WARN_SECONDS, self._patience.limit_seconds / 2):
             return
         self._warned_at = waited
+        positions = {**positions, self._board.worker: {**self._position, "line": self._line_for_peers()}}
         logging.warning(
             "No progress for %.0f s: %s; %s.",
             waited,
@@ -524,8 +528,9 @@ class Watchdog:
         ):
             self._forget_call()  # The call has failed, but its exception is still referenced.
             return
-        line = stalled_line(calls, self._position["section"])
-        positions = {**positions, self._board.worker: {**self._position, "line": line}}
+        part = self._position["section"]
+        own = None if part in _OF_PEERS else stalled_line(calls, part)
+        positions = {**positions, self._board.worker: {**self._position, "line": own}}
         suspect = suspect_of(positions, self._board.worker)
         blamed = _blamed(suspect)
         limit = f" (limit {self._patience.limit_seconds:.0f} s)" if self._patience.is_over else ""
@@ -538,8 +543,8 @@ class Watchdog:
             stacks = _written(calls)
             sys.stderr.write(f"tfdist: {message}\n{stacks}\n")
             sys.stderr.flush()
-            step, part = EVENTS.steps_before + self._position["step"], self._position["section"]
-            where = {"line": line, "step": step, "section": part}
+            line = stalled_at(positions, suspect, self._board.worker)
+            where = {"line": line, "step": EVENTS.steps_before + self._position["step"], "section": part}
             write_report("stall", message=message, stack=stacks, suspect=suspect, **where)
             seconds = round(self._patience.waited_seconds, 3)
             recorder.write_failure("stall", suspect=suspect, phase=part, waited_seconds=seconds)
