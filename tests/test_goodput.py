@@ -1,7 +1,9 @@
 """The time of a run is divided into parts that sum to it, and lost work is what the commits say."""
 
+import dataclasses
 import json
 import os
+import pathlib
 import random
 import re
 import subprocess
@@ -48,9 +50,14 @@ from tfdist.report.goodput import (
     RESTART,
     UNRECORDED,
     LostWork,
+    TimeAccount,
     WorkerAttempt,
     account_for,
 )
+from tfdist.report.recorded_run import RecordedRun
+from tfdist.report.report_figures import RunFigures
+from tfdist.report.report_summary import tiles_of
+from tfdist.report.training_speed import speed_of
 
 BEGUN = 1_764_184_000.0
 
@@ -167,6 +174,32 @@ def test_of_a_loop_of_the_users_own_without_backups_the_lost_work_is_unknown():
     assert sum(account.parts.values()) == pytest.approx(49)
     only = account_for(own_loops()[1:])
     assert not only.unknown and not only.lost, "nothing has failed"
+
+
+def test_the_goodput_is_at_most_what_is_known_if_lost_work_is_unknown_or_a_loop_is_the_users_own():
+    def told(unknown=(), **spent):
+        return TimeAccount(100.0, {"not recorded": 0.0, **seconds(**spent)}, {}, [], unknown)
+
+    assert not told(compute=100).is_at_most and not told(compute=99.9, loop=0.1).is_at_most
+    assert told(compute=90, loop=10).is_at_most and told([0], compute=99.9, loop=0.1).is_at_most
+    hidden = dataclasses.replace(told([0], loop=40), parts={UNRECORDED: 60.0, OWN_LOOP: 40.0})
+    assert hidden.goodput is None and not hidden.is_at_most
+    figures = RunFigures(RecordedRun(pathlib.Path(), (), {}, ()), {}, hidden, [], None, None)
+    assert tiles_of(figures, [])[0] == ("Goodput", "unknown")
+
+
+def test_a_loop_of_the_users_own_beside_fit_has_none_of_the_counted_steps():
+    fit = {"compute": 6, "exchange": 2, "input": 1, "callback": 1}
+    for own in (0, 30):
+        speed = speed_of([record(0, (BEGINNING, 0), 20, **fit, loop=own)] * 2, {})
+        assert (speed.steps, speed.step_seconds, speed.efficiency) == (20, pytest.approx(0.5), pytest.approx(0.8))
+    only = speed_of([record(0, (BEGINNING, 0), 20, input=2, exchange=1, loop=7)], {})
+    assert (only.step_seconds, only.efficiency) == (pytest.approx(0.5), None)
+
+
+def test_a_record_hides_the_steps_of_a_loop_of_the_users_own_without_backups():
+    assert record(0, loop=3, phase=INPUT).hides_steps and record(0, phase=OWN_LOOP).hides_steps
+    assert not record(0, steps=3, loop=3, phase=OWN_LOOP).hides_steps and not record(0, phase=COMPUTE).hides_steps
 
 
 def test_lost_work_of_a_loop_with_backups_is_since_the_commit():
@@ -295,6 +328,14 @@ def test_a_thread_that_hangs_in_a_write_does_not_keep_the_signs_of_life_back(tim
     assert (sign.phase, sign.step) == (EXCHANGE, 7)
 
 
+def test_a_process_that_no_longer_shows_signs_of_life_has_none(times):
+    times.show_life(EXCHANGE, 7)
+    times.end_signs()
+    assert read_time_record(times.path).sign is None
+    times.show_life(None, 8)  # Of the watchdog of another strategy.
+    assert read_time_record(times.path).sign.step == 8
+
+
 @pytest.mark.slow
 def test_a_killed_process_leaves_its_times(tmp_path):
     body = f"""
@@ -386,6 +427,8 @@ def test_the_report_says_what_it_does_not_know_of_a_loop_of_the_users_own(tmp_pa
     page = (tmp_path / "report.html").read_text()
     assert "<td>unknown</td><td>none</td>" in page, "steps and newest backup"
     assert "At most 65.3&#160;% of the time" in page and "How much work was lost is not known" in page
+    cost = re.findall(r"(?:It cost|Failures cost)? ?at least [0-9.]+&#160;s", page, re.IGNORECASE)
+    assert len(cost) == 3, cost
 
 
 LOOP = """
@@ -431,7 +474,7 @@ def test_a_loop_of_the_users_own_is_no_start_up(tmp_path, capsys):
         told = read_time_record(tmp_path / f"run/attempt-0/times-{worker}.bin")
         assert told.phase == OWN_LOOP and told.seconds[OWN_LOOP] >= 60 * 0.03, told
         assert told.seconds[INPUT] + told.seconds[EXCHANGE] > 0.2 and told.seconds[TRACING] > 0, told
-        assert told.seconds[START] >= 0.5 and told.seconds[OUTSIDE] == 0 and told.sign.phase is None
+        assert told.seconds[START] >= 0.5 and told.seconds[OUTSIDE] == 0 and told.sign is None
     assert cli.main(["report", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert "goodput at most " in out and "  training loop of your own  " in out, out

@@ -15,7 +15,7 @@ from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_buffer import Event, EventBuffer
 from tfdist.events.event_file import ASKED, EXCHANGE, START, EventFile, read_events, read_header, write_events
 from tfdist.events.phase_names import OWN_LOOP
-from tfdist.events.time_record import BEGINNING, SignOfLife, TimeRecordFile, read_time_record
+from tfdist.events.time_record import BEGINNING, TIMED_PHASES, SignOfLife, TimeRecordFile, read_time_record
 from tfdist.launch import cli
 from tfdist.report.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
 
@@ -292,6 +292,17 @@ def test_a_loop_of_the_users_own_has_no_number_of_its_step(tmp_path, reported):
     assert "worker 1 was missing from exchange 12 (group 7, 4096 bytes): worker 0 waited 2.0 s\n" in out, out
     assert "worker 1 last took part in exchange 11 (group 7): worker 0 had all parts 3.0 s before" in out, out
     assert "worker 0: a training loop of your own, for 2.0 s; its exchange failed" in out, out
+
+
+@pytest.mark.parametrize("steps", [0, 40])
+def test_the_input_of_a_loop_of_the_users_own_has_a_step_only_if_backups_tell_it(tmp_path, reported, steps):
+    killed_job(tmp_path)
+    write_times(tmp_path, 0, 1, 0, steps, (BEGINNING, 0))
+    path = tmp_path / "attempt-0/times-1.bin"
+    spent = {**dict.fromkeys(TIMED_PHASES, 0.0), OWN_LOOP: 3.0}
+    reads = dataclasses.replace(read_time_record(path), phase="input", seconds=spent)
+    TimeRecordFile(path).write(reads)
+    assert f"its times end in input{', in step 41' if steps else ''} [" in reported()[1]
 
 
 @pytest.mark.parametrize("stale", ["run.json", "failure.json"])

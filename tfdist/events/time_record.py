@@ -91,7 +91,7 @@ class TimeRecord:
       resumed_steps: Number of training steps in that commit.
       seconds: Seconds by phase from `start` to `time`.
       saves: The newest saves.
-      sign: The last sign of life; `None` if there is none.
+      sign: The last sign of life; `None` if there is none, or if the worker needs to write none any more.
     """
 
     start: float
@@ -103,6 +103,11 @@ class TimeRecord:
     seconds: Mapping[str, float]
     saves: Sequence[SaveMoment] = ()
     sign: SignOfLife | None = None
+
+    @property
+    def hides_steps(self) -> bool:
+        """Whether the worker trains in a loop of the script's own that has not told any steps. Backups tell them."""
+        return not self.steps and (self.phase == OWN_LOOP or self.seconds[OWN_LOOP] > 0)
 
 
 class TimeRecordFile:

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.events import phase_names
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
-from tfdist.events.phase_names import COMPUTE, OUTSIDE, OWN_LOOP
+from tfdist.events.phase_names import COMPUTE, OUTSIDE
+from tfdist.events.phase_names import START as START_UP
 from tfdist.events.straggler_file import StragglerRecord, pairs_of
 from tfdist.events.time_record import TimeRecord
 from tfdist.failure_kinds import user_call
@@ -199,11 +199,11 @@ def _idle(times: TimeRecord | None, now: float) -> str:
 
 def _phase_and_step(times: TimeRecord) -> str:
     """Names the last known phase. The times know the parts of a step at its end only; a sign of life may know one."""
-    if times.phase == phase_names.START:
-        return phase_names.START
+    if times.phase == START_UP:
+        return START_UP
     if times.phase == OUTSIDE:
         return f"the script outside of Keras' calls{f', after step {times.steps}' if times.steps else ''}"
-    step = None if times.phase == OWN_LOOP and not times.steps else times.steps
+    step = None if times.hides_steps else times.steps
     if times.phase != COMPUTE:
         return f"{times.phase}{_in_step(step, ', ')}"
     sign = times.sign

@@ -54,8 +54,10 @@ PARTS = {
 }
 """All parts of the time of a run, in the order of reports, with their descriptions."""
 
+SMALLEST = 0.005
+"""Smaller shares of the time do not matter, and are not listed."""
+
 _KEPT = (COMPUTE, EXCHANGE, INPUT, OWN_LOOP)
-_SMALLEST = 0.005  # Smaller shares of a loop of the script's own do not matter.
 _LOSABLE = (*_KEPT, CALLBACK, VALIDATION)
 _REPEATED = (START, BUILDING, TRACING, RESTORE)
 _GOES_ON = "running"
@@ -132,8 +134,9 @@ class TimeAccount:
 
     @property
     def is_at_most(self) -> bool:
-        """Whether the goodput may be lower, since it has all time of a training loop of the script's own."""
-        return self.parts.get(OWN_LOOP, 0.0) >= _SMALLEST * self.seconds
+        """Whether the goodput may be lower: it has all time of a loop of the script's own, or lost work is unknown."""
+        has_loop = self.parts.get(OWN_LOOP, 0.0) >= SMALLEST * self.seconds
+        return self.goodput is not None and (has_loop or bool(self.unknown))
 
 
 def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from tfdist.events.time_record import BEGINNING
 from tfdist.readable_numbers import counted, duration
-from tfdist.report.goodput import LOST, PARTS, UNRECORDED, LostWork, TimeAccount, WorkerAttempt, account_for
+from tfdist.report.goodput import LOST, PARTS, SMALLEST, UNRECORDED, LostWork, TimeAccount, WorkerAttempt, account_for
 from tfdist.report.recorded_run import RecordedRun, WorkerFiles
 
 AT_MOST = "A training loop of your own does not tell its steps, so its evaluations and other code count too."
 UNKNOWN_LOSS = "how much work was lost is not known, since its training loop has no tfdist.callbacks.BackupAndRestore"
 
-_SMALLEST = 0.005  # Smaller shares are not listed.
 _UNLIKE = 0.1  # Workers whose shares of a part differ by more are listed one by one.
 
 
@@ -55,7 +54,7 @@ def lines_of_account(account: TimeAccount) -> Iterator[str]:
     told = "unknown" if goodput is None else f"{'at most ' if account.is_at_most else ''}{goodput:.1%}"
     yield f"goodput {told}: the share of training steps that were kept in {duration(account.seconds)}"
     yield from (f"  {line}" for line in _table(account))
-    if goodput is not None and account.is_at_most:
+    if account.is_at_most:
         yield f"  at most: {AT_MOST[:1].lower()}{AT_MOST[1:-1]}"
     yield from (f"  {_lost(each)}" for each in account.lost)
     yield from (f"  attempt {number}: {UNKNOWN_LOSS}" for number in account.unknown)
@@ -71,7 +70,7 @@ def _table(account: TimeAccount) -> Iterator[str]:
 
 
 def _is_listed(part: str, share: float) -> bool:
-    return abs(share) >= _SMALLEST or part == LOST
+    return abs(share) >= SMALLEST or part == LOST
 
 
 def _by_worker(part: str, workers: Mapping[int, Mapping[str, float]]) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.events.phase_names import OWN_LOOP
 from tfdist.events.time_record import TimeRecord
 from tfdist.launch.first_failure import Failure
 from tfdist.report.goodput import AGAIN, LOST, RESTART, TimeAccount
@@ -171,7 +170,7 @@ def _attempt(
         saves=_saves(records, telemetry, start),
         failure=failure,
         cost=None if failure is None or account is None else _cost(number, account),
-        hides_steps=any(each.seconds[OWN_LOOP] for each in records) and not any(each.steps for each in records),
+        hides_steps=any(each.hides_steps for each in records) and not any(each.steps for each in records),
     )
 
 

@@ -20,6 +20,7 @@ from tfdist.report.report_summary import (
     cost_of,
     facts_of,
     failure_title,
+    hides_loss,
     lead_of,
     slow_by_telemetry,
     tiles_of,
@@ -133,7 +134,8 @@ def _sentences(figures: RunFigures, facts: Sequence[str]) -> Iterator[Child]:
         failure = each.failure
         if failure is not None:
             told = f" of attempt {each.number}: {failure.describe()} at {clock(failure.time)} on host {failure.host}."
-            cost = f" It cost {duration(each.cost.seconds)}{_lost(each)}." if each.cost else ""
+            least = "at least " if hides_loss(each, figures) else ""
+            cost = f" It cost {least}{duration(each.cost.seconds)}{_lost(each)}." if each.cost else ""
             yield [element("span", "Failure", class_="bad"), told, cost]
     yield from facts
 

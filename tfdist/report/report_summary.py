@@ -63,8 +63,10 @@ def _time(figures: RunFigures) -> str:
     )
     if account.is_at_most:
         kept += f" {AT_MOST}"
-    cost = sum(each.cost.seconds for each in figures.attempts if each.cost)
-    return f"{kept} Failures cost {duration(cost)}." if cost else kept
+    failed = [each for each in figures.attempts if each.cost]
+    cost = sum(each.cost.seconds for each in failed if each.cost)
+    least = "at least " if any(hides_loss(each, figures) for each in failed) else ""
+    return f"{kept} Failures cost {least}{duration(cost)}." if cost else kept
 
 
 def _sizes(attempts: Sequence[AttemptFigures]) -> list[str]:
@@ -159,9 +161,15 @@ def cost_of(attempt: AttemptFigures, figures: RunFigures) -> str:
     parts.append(f"{duration(cost.restart_seconds)} passed until {until}")
     if cost.again_seconds:
         parts.append(f"{duration(cost.again_seconds)} went into starting, tracing and restoring again")
-    is_unknown = figures.account is not None and attempt.number in figures.account.unknown
-    loss = f" {UNKNOWN_LOSS[:1].upper()}{UNKNOWN_LOSS[1:]}." if is_unknown else _origin(attempt, figures)
-    return f"{duration(cost.seconds)} in all: {', '.join(parts)}.{loss}"
+    if hides_loss(attempt, figures):
+        loss = f"{UNKNOWN_LOSS[:1].upper()}{UNKNOWN_LOSS[1:]}"
+        return f"At least {duration(cost.seconds)} in all: {', '.join(parts)}. {loss}."
+    return f"{duration(cost.seconds)} in all: {', '.join(parts)}.{_origin(attempt, figures)}"
+
+
+def hides_loss(attempt: AttemptFigures, figures: RunFigures) -> bool:
+    """Returns whether it is not known how much work an attempt lost, so that it cost more than its known parts."""
+    return figures.account is not None and attempt.number in figures.account.unknown
 
 
 def _origin(attempt: AttemptFigures, figures: RunFigures) -> str:

@@ -10,8 +10,7 @@ from tfdist.events.time_record import TimeRecord
 from tfdist.report.telemetry_series import at_step, continued, longest
 from tfdist.telemetry.telemetry_file import TelemetryFile
 
-_STEP = (INPUT, COMPUTE, EXCHANGE, OWN_LOOP, CALLBACK)
-_LITTLE = 0.1
+_STEP = (INPUT, COMPUTE, EXCHANGE, CALLBACK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +77,18 @@ def speed_of(records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFil
     if not trained:
         return None
     first, last = steps_of(records)
-    seconds = statistics.fmean(sum(each.seconds[phase] for phase in _STEP) for each in trained)
-    exchanged = statistics.fmean(each.seconds[EXCHANGE] for each in trained)
+    # If steps report, as in `fit`, a loop of the script's own beside them has none of the counted steps.
+    own = 0.0 if any(each.seconds[COMPUTE] for each in trained) else _mean_of(trained, OWN_LOOP)
+    seconds = own + sum(_mean_of(trained, phase) for phase in _STEP)
+    exchanged = _mean_of(trained, EXCHANGE)
     rows = at_step(_rows_by_step(telemetry, first), last)
     # Steps that do not report only compute, and a loop of the script's own does not tell its exchanges.
-    unknown = statistics.fmean(each.seconds[OWN_LOOP] for each in trained)
-    efficiency = 1 - exchanged / seconds if exchanged and unknown < _LITTLE * seconds else None
+    efficiency = 1 - exchanged / seconds if exchanged and not own else None
     return StepSpeed(last - first, seconds, efficiency, rows, _typical_seconds(telemetry))
+
+
+def _mean_of(records: Sequence[TimeRecord], phase: str) -> float:
+    return statistics.fmean(each.seconds[phase] for each in records)
 
 
 def _typical_seconds(telemetry: Mapping[int, TelemetryFile]) -> float | None:
