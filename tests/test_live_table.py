@@ -148,6 +148,12 @@ def test_without_room_for_all_the_workers_that_need_a_look_are_shown():
     assert [each.worker for each in chosen_rows(rows, 4)] == [0, 7, 11, 13]
     assert rest_line(rows, chosen_rows(rows, 4)) == "and 16 more, training at step 100"
     assert rest_line(rows, rows) is None
+    kinds = {"own loop 45 s": "own loop", "slow: input": "slow: input", "in a step 2 min": "in a step"}
+    for state, kind in kinds.items():
+        assert rest_line([row(worker, state) for worker in range(3)], []) == f"and 3 more, {kind} at step 100"
+    assert rest_line([row(worker, step=None) for worker in range(3)], []) == "and 3 more, training"
+    assert rest_line([row(0, "slow: input"), row(1, "slow: link")], []) == "and 2 more at step 100"
+    assert rest_line([row(0, "own loop 45 s"), row(1, "own loop 2 min")], []) == "and 2 more, own loop at step 100"
 
 
 def test_the_line_for_a_log_has_the_step_and_the_rate_or_what_the_last_worker_does():
@@ -159,6 +165,23 @@ def test_the_line_for_a_log_has_the_step_and_the_rate_or_what_the_last_worker_do
     assert progress_line(stuck) == "step 100, in a step 70 s, 2 workers"
     assert progress_line([row(0, "running", step=None)]) is None
     assert progress_line([row(worker, "own loop 45 s", step=None) for worker in range(2)]) == "own loop 45 s, 2 workers"
+
+
+LOOPS = {
+    "its script": [("training", 3), ("script 40 s", 2)],
+    "its end": [("training", 3), ("SIGKILL", 0)],
+    "no batch": [("training", 3), ("own loop 45 s", 3)],
+    "a later end": [("done", 3), ("training", 3)],
+    "no times yet": [("running", 2), ("training", 3)],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_line_for_a_log_names_the_worker_of_an_own_loop_that_needs_a_look(name):
+    states = LOOPS[name]
+    rows = [row(worker, state, step=None, urgency=urgency) for worker, (state, urgency) in enumerate(states)]
+    assert progress_line(rows) == f"worker 1: {states[1][0]}, 2 workers"
+    assert progress_line(rows[1:]) == f"{states[1][0]}, 1 worker"
 
 
 @pytest.mark.parametrize("width", [32, 40, 45, 46, 60, 80, 200])

@@ -1,7 +1,7 @@
 """Policy: what a person who watches a run sees of each worker, by its recorded times. No files and no clock."""
 
-import collections
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 from tfdist.events.phase_names import (
@@ -112,9 +112,7 @@ def row_of(seen: SeenWorker, now: float) -> WorkerRow:
 
 
 def _step(record: TimeRecord) -> int | None:
-    """Returns the number of finished steps. A loop of the script's own tells it only with backups."""
-    is_in_loop = record.phase == OWN_LOOP or record.seconds[OWN_LOOP] > 0
-    return None if is_in_loop and not record.steps else record.steps
+    return None if record.hides_steps else record.steps
 
 
 UNKNOWN = "running"
@@ -122,6 +120,8 @@ UNKNOWN = "running"
 
 DONE = "done"
 """The state of a worker whose process has ended with exit code 0."""
+
+_TRAINING = "training"
 
 
 def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
@@ -135,10 +135,10 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
     has_stepped = record.steps > record.resumed_steps and idle < _JUST_NOW_SECONDS
     if record.phase in IN_STEPS or (record.phase == CALLBACK and has_stepped):
         if idle < max(_LONG_STEP_SECONDS, 3 / rate if rate else 0.0):
-            return "training", True
+            return _TRAINING, True
         return f"in a step {short_duration(idle)}", False
     if record.phase == OWN_LOOP:  # Its steps are not seen, so it may well train.
-        return ("training" if idle < _LONG_STEP_SECONDS else f"own loop {short_duration(idle)}"), True
+        return (_TRAINING if idle < _LONG_STEP_SECONDS else f"own loop {short_duration(idle)}"), True
     since = f" {short_duration(idle)}" if idle >= _LONG_PHASE_SECONDS else ""
     return f"{_NAMES[record.phase]}{since}", False
 
@@ -169,23 +169,38 @@ def rest_line(rows: Sequence[WorkerRow], chosen: Sequence[WorkerRow]) -> str | N
     rest = [row for row in rows if row not in chosen]
     if not rest:
         return None
-    states = collections.Counter(row.state.partition(" ")[0] for row in rest)
+    kinds = {_kind(row.state) for row in rest}
     steps = sorted(row.step for row in rest if row.step is not None)
-    at = f" at step {steps[0]}" if steps and steps[0] == steps[-1] else f" at steps {steps[0]} to {steps[-1]}"
-    told = f", {states.most_common(1)[0][0]}" if len(states) == 1 else ""
-    return f"and {len(rest)} more{told}{at if steps and steps[-1] else ''}"
+    told = f", {kinds.pop()}" if len(kinds) == 1 else ""
+    at = ""
+    if steps and steps[-1]:
+        at = f" at step {steps[0]}" if steps[0] == steps[-1] else f" at steps {steps[0]} to {steps[-1]}"
+    return f"and {len(rest)} more{told}{at}"
+
+
+def _kind(state: str) -> str:
+    """Returns a state without its duration: "own loop" of "own loop 45 s"."""
+    return re.sub(r" \d+ (s|min|h)$", "", state)
 
 
 def progress_line(rows: Sequence[WorkerRow]) -> str | None:
     """Returns a line for a log: "step 1200, 3.1 steps/s, 4 workers"; `None` if the workers do not record times."""
-    known = [row for row in rows if row.step is not None]
+    told = [row for row in rows if row.state != UNKNOWN]
+    known = [row for row in told if row.step is not None]
+    count = counted(len(rows), "worker")
+    if not told:
+        return None
     if not known:
-        told = [row.state for row in rows if row.state != UNKNOWN]
-        return f"{told[0]}, {counted(len(rows), 'worker')}" if told else None
+        first = min(told, key=lambda row: (row.urgency, row.state == DONE, row.state == _TRAINING))
+        return f"{_shown(first, are_alike=len({_kind(row.state) for row in rows}) == 1)}, {count}"
     step = min(row.step or 0 for row in known)
     rates = [row.steps_per_second for row in known if row.steps_per_second is not None]
     last = min(known, key=lambda row: (row.urgency, row.step or 0))
-    are_alike = len(known) > 1 and len({row.state.partition(" ")[0] for row in known}) == 1
-    state = last.state if are_alike else f"worker {last.worker}: {last.state}"  # All wait if one of them hangs.
-    what = f"{min(rates):.3g} steps/s" if rates and last.is_calm else state
-    return f"step {step}, {what}, {counted(len(rows), 'worker')}"
+    are_alike = len(known) > 1 and len({_kind(row.state) for row in known}) == 1  # All wait if one of them hangs.
+    what = f"{min(rates):.3g} steps/s" if rates and last.is_calm else _shown(last, are_alike=are_alike)
+    return f"step {step}, {what}, {count}"
+
+
+def _shown(row: WorkerRow, *, are_alike: bool) -> str:
+    """Returns the state of a worker, with its number unless the others are in the same state."""
+    return row.state if are_alike else f"worker {row.worker}: {row.state}"
