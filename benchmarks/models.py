@@ -138,7 +138,7 @@ def _keras_emulated(keras):
     @tf.custom_gradient
     def passed_on(x, weight):
         def backward(upstream):
-            slept = tf.numpy_function(sleep, [upstream], upstream.dtype, stateful=False)
+            slept = tf.numpy_function(sleep, [upstream], upstream.dtype)  # Stateful, else TensorFlow would drop it.
             with tf.control_dependencies([slept]):
                 return tf.ensure_shape(slept, upstream.shape), tf.identity(weight)
 
