@@ -9,9 +9,8 @@ from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.step_gathers import AHEAD_BYTES
 from tfdist.strategies.sharding.weight_creation import FEWEST_ELEMENTS
 
-_FEWEST_ENCODED_SUMS = (
-    3  # From this number of replicas on, the sums of gradients are encoded too, with a residual each.
-)
+# From this number of replicas on, the sums of gradients are encoded too, with a residual each.
+_FEWEST_ENCODED_SUMS = 3
 
 
 @dataclasses.dataclass(frozen=True)

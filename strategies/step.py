@@ -229,7 +229,7 @@ class Step:
 
     def _group_or_zeros(self, group):
         def zeros():
-            # `rows` is 0 here. Of a literal 0 TensorFlow would make constants as large as the gradients, and keep them.
+            # `rows` is 0 here. A literal 0 would become constants as large as the gradients, which TensorFlow keeps.
             return [tf.fill(tf.shape(tensor), tf.cast(self.rows, tensor.dtype)) for tensor in group]
 
         return tf.cond(self.has_rows, lambda: group, zeros)

@@ -275,7 +275,7 @@ def _most_at_once(lifetimes):
 
     This is the number of chains, one after the other in the graph, that they make up.
     """
-    before = [_all_before(first) for first, _ in lifetimes]
+    before = [sharding_checks.before(first) for first, _ in lifetimes]
     later = [[i for i, known in enumerate(before) if known.issuperset(last)] for _, last in lifetimes]
     follows = {}  # For each that follows another in its chain, that one.
 
@@ -289,16 +289,6 @@ def _most_at_once(lifetimes):
         return False
 
     return len(lifetimes) - sum(extend(i, set()) for i in range(len(lifetimes)))
-
-
-def _all_before(operation):
-    found, ahead = set(), [operation]
-    while ahead:
-        each = ahead.pop()
-        inputs = {*(tensor.op for tensor in each.inputs), *each.control_inputs} - found
-        found |= inputs
-        ahead.extend(inputs)
-    return found
 
 
 def refused_unknown_loss():

@@ -102,7 +102,7 @@ _FRAMING = re.compile(
     r"^\{\{function_node .*?\}\} |^Error in user-defined function passed to \S+ transformation with iterator: \S+: |"
     r"^\(\d+\) [A-Z_]+: +| \[Op:[^\]]*\](?: name:.*)?$"
 )
-_MOST_CHARACTERS = 80  # Of the name of a file or function.
+_MOST_CHARACTERS = 80  # A message cuts longer names of files and functions.
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(pathlib.Path(__file__).parent)}

@@ -44,7 +44,7 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
 class _Form(enum.Enum):
-    """What the workers send to each other. SWAP leaves out this worker's own tensor."""
+    """The form of an exchange. The result has the tensors of all workers, except with SWAP: only that of the other."""
 
     ALL_GATHER = "each worker sends its rows to all"
     ALL_TO_ALL = "each worker sends one row to each"

@@ -65,12 +65,12 @@ class SaveMoment:
 
 @dataclasses.dataclass(frozen=True)
 class SignOfLife:
-    """What a worker did at one moment. It writes one every second, in a thread that a hung step does not stop.
+    """The activity of a worker at one moment. A thread writes it every second, also while a step hangs.
 
     Attributes:
       time: The moment, in seconds since the epoch.
       step: Number of training steps that it had finished.
-      phase: What it did, such as "exchange"; `None` outside of Keras' calls, and in steps that do not report.
+      phase: Its phase, such as "exchange"; `None` outside of Keras' calls, and in steps that do not report.
     """
 
     time: float

@@ -15,7 +15,7 @@ def stalled_line(stacks: Mapping[int, Calls], phase: str | None) -> str:
 
     Args:
       stacks: The calls of each thread.
-      phase: What the worker does. While it waits for input, TensorFlow runs functions of the input in other threads.
+      phase: The phase of the worker. While it waits for input, TensorFlow runs functions of the input in other threads.
     """
     training = [calls for calls in stacks.values() if any(keras_stack.is_keras_call(f, name) for f, _, name in calls)]
     feeding = [calls for calls in stacks.values() if calls not in training and _is_called_by_tensorflow(calls)]
