@@ -5,10 +5,13 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+
+from tfdist.cluster import free_ports
 
 DEADLINE_SECONDS = 150
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
@@ -92,6 +95,16 @@ def beside_progress(text, *printed):
     lines = [line.strip() for line in plain.splitlines()]
     progress = re.compile(r"Epoch \d+/\d+$|.*\d[mu]?s/(?:step|epoch)\b|.* workers have joined; waiting ")
     return [line for line in lines if line and not progress.match(line) and not line.startswith(printed)]
+
+
+def first_of_free_ports(n):
+    """Returns a port that is free on this machine, and so are the `n` - 1 ports after it."""
+    while True:
+        (port,) = free_ports(1)
+        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as held:
+            for number in range(port, port + n):
+                held.enter_context(socket.create_server(("", number)))
+            return port
 
 
 def is_alive(pid):

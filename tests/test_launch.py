@@ -18,7 +18,7 @@ import time
 
 import pytest
 
-from launched import ARRIVE, DEADLINE_SECONDS, Run, eventually, is_alive, nothing_left
+from launched import ARRIVE, DEADLINE_SECONDS, Run, eventually, first_of_free_ports, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup, cli
@@ -136,7 +136,7 @@ SLURM = {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "
 )
 def test_processes_of_a_scheduler_are_workers_of_one_cluster(run, arguments, environ, rank):
     script = run.script('(here / f"config-{worker}").write_text(os.environ["TF_CONFIG"] + os.environ["TFDIST_SLOT"])')
-    (port,) = free_ports(1)
+    port = first_of_free_ports(2)
     for index in range(2):
         own = {**environ, rank: str(index)}
         code, _, err = run.finish(*arguments, "--base-port", port, script, env=own)

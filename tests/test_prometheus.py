@@ -17,7 +17,7 @@ import urllib.request
 
 import pytest
 
-from launched import eventually, nothing_left
+from launched import eventually, first_of_free_ports, nothing_left
 from tfdist.cluster import free_ports
 from tfdist.telemetry.worker_metrics import METRICS, PHASES
 
@@ -66,14 +66,6 @@ def server(*command, **options):
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
-
-
-def first_port(workers):
-    """Returns a free port with free ports after it."""
-    for _ in range(100):
-        (port,) = free_ports(1)
-        if port + workers < 65000:
-            return port
 
 
 # The figures of worker 1 with which an alert fires, minute by minute, and the minute from which it fires.
@@ -135,7 +127,7 @@ def test_each_alert_fires_for_the_worker_that_needs_it_and_no_earlier(tmp_path):
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the program prometheus (Debian package)")
 def test_prometheus_reads_four_workers_and_evaluates_the_alerts(tmp_path):
-    ports, (port,) = first_port(WORKERS), free_ports(1)
+    ports, (port,) = first_of_free_ports(WORKERS), free_ports(1)
     rules = (ROOT / "deploy/prometheus-rules.yaml").read_text()
     (tmp_path / "prometheus-rules.yaml").write_text(rules)
     # The rule of old backups with a limit that the job reaches, so that an alert fires.

@@ -10,9 +10,9 @@ import sysconfig
 import pytest
 
 from code_blocks import BLOCKS, code
-from launched import beside_progress
+from launched import beside_progress, first_of_free_ports
 from test_documentation_code import HOW_TO, SECTIONS, run_script
-from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.cluster import ClusterSpec
 from tfdist.errors import TFConfigError
 
 TFDIST = str(pathlib.Path(sysconfig.get_path("scripts")) / "tfdist")
@@ -73,7 +73,7 @@ def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_pat
     (tmp_path / "train.py").write_text("import os; print(os.environ['TF_CONFIG'])")
     (line,) = [line for line in code(name).splitlines() if "tfdist run" in line]
     command = line[line.index("tfdist run") :].replace("node1:4,node2:4", "localhost:2").split()
-    command = [TFDIST, *command[1:2], "--base-port", str(free_ports(1)[0]), *command[2:]]
+    command = [TFDIST, *command[1:2], "--base-port", str(first_of_free_ports(2)), *command[2:]]
     with contextlib.ExitStack() as stack:
         jobs = []
         for index in range(2):
