@@ -44,22 +44,24 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return sum(self._kinds().values())
+        return sum(self.kinds.values())
 
     @property
     def whole_total(self) -> int:
         """Sum of all parts, without sharding."""
         return sum(self._whole_kinds().values())
 
-    def _kinds(self) -> dict[str, int]:
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The parts by name, as they are now."""
         return {name: value for name, value in dataclasses.asdict(self).items() if not name.startswith("whole_")}
 
     def _whole_kinds(self) -> dict[str, int]:
         whole = {"weights": self.whole_weights, "gradients": self.whole_weights}
-        return {**self._kinds(), **whole, "optimizer_state": self.whole_optimizer_state}
+        return {**self.kinds, **whole, "optimizer_state": self.whole_optimizer_state}
 
     def __str__(self) -> str:
-        return memory_table({"now": self._kinds(), "unsharded": self._whole_kinds()})
+        return memory_table({"now": self.kinds, "unsharded": self._whole_kinds()})
 
 
 class MadeVariables:

@@ -48,6 +48,7 @@ def figures(number, workers, worker, moment, base, steps, share, loss):
         **{"step_seconds": 0.15, "share": share, "imbalance": 1.1, "raw_bytes": RAW * steps},
         **{"sent_bytes": SENT * steps, "compression_ratio": 4.0, "residual_norm": 0.5, "committed_at": BEGUN + 6},
         **{"network_sent_bytes": SENT * steps * (workers - 1), "network_received_bytes": SENT * steps},
+        "model_bytes": {"weights": 4000, "gradients": 4000, "optimizer_state": 2000 * workers, "residuals": 0},
         "logs": {"loss": loss, **({"val_loss": 2 * loss} if steps > 10 else {})},
     }
 

@@ -30,7 +30,7 @@ class Scraper(keras.callbacks.Callback):
 
 
 def trained(folder):
-    """Returns the figures that Prometheus has read, the seconds of the `fit`, and the bytes that were counted."""
+    """Returns the figures that Prometheus has read, the seconds of the `fit`, and the counted bytes and memory."""
     strategy = tfdist.MultiWorkerMirroredStrategy(compression="int8")
     with strategy.scope():
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512), keras.layers.Dense(2)])
@@ -43,7 +43,8 @@ def trained(folder):
     scraper = Scraper(telemetry)
     began = time.monotonic()
     model.fit(data, epochs=EPOCHS, verbose=0, validation_data=(x, y), callbacks=[telemetry, scraper])
-    return scraper.text, time.monotonic() - began, strategy.communication.traffic().sent_bytes
+    seconds = time.monotonic() - began
+    return scraper.text, seconds, strategy.communication.traffic().sent_bytes, strategy.memory_report().kinds
 
 
 class Signaler(keras.callbacks.Callback):

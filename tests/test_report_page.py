@@ -289,6 +289,7 @@ def test_a_stranger_learns_what_failed_when_why_and_the_cost(tmp_path, has_telem
         assert told in re.sub(r" +([.,])", r"\1", text.replace("\N{NO-BREAK SPACE}", " ")), told
     assert ("To record them, give" in text) != has_telemetry and ("2,400 rows" in text) == has_telemetry
     assert ("from 480 kB to 120 kB" in text) == has_telemetry
+    assert ("optimizer state" in text and "All of these" in text) == has_telemetry
     assert page.count("<svg") == (4 if has_telemetry else 0)
 
 
@@ -296,7 +297,7 @@ def test_without_matplotlib_the_page_has_all_tables_and_says_how_to_get_charts(t
     write_run(tmp_path)
     page = page_in(tmp_path)
     assert "<svg" not in page and page.count(report_charts.INSTALL.replace("'", "&#x27;")) == 1
-    assert page.count("<table") == 7 and "480 kB" in read_page(page)
+    assert page.count("<table") == 8 and "480 kB" in read_page(page)
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, OSError])
@@ -311,7 +312,7 @@ def test_a_chart_that_cannot_be_drawn_costs_no_table(tmp_path, monkeypatch, erro
     text = read_page(page)
     for name in ("throughput", "loss", "traffic", "shares"):
         assert f"This chart cannot be drawn ({error.__name__}: no {name})." in text
-    assert page.count("<table") == 7 and "damaged" not in text
+    assert page.count("<table") == 8 and "damaged" not in text
 
 
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError"])

@@ -29,7 +29,7 @@ from tfdist.telemetry.metrics_writer import MetricsWriter
 from tfdist.telemetry.prometheus_sink import PrometheusSink
 from tfdist.telemetry.step_tally import StepTally, divide_outside, mean_step_seconds, share_of
 from tfdist.telemetry.tensorboard_sink import TensorBoardSink
-from tfdist.telemetry.worker_metrics import METRICS, PHASES, WorkerMetrics, scalars
+from tfdist.telemetry.worker_metrics import METRICS, MODEL_MEMORY, PHASES, WorkerMetrics, scalars
 
 IDENTITY = WorkerIdentity(worker=1, workers=2, host="b", pid=7, attempt=3)
 FIGURES = WorkerMetrics(
@@ -56,6 +56,7 @@ FIGURES = WorkerMetrics(
     progress=0.25,
     remaining_seconds=30.0,
     committed_at=900.0,
+    model_bytes={"weights": 800.0, "optimizer_state": 1600.0},
     logs={"loss": 0.5, "val_loss": 0.75},
 )
 
@@ -171,7 +172,7 @@ def test_the_page_of_figures_has_all_names():
     for metric in METRICS:
         label, tag = metric.label and f"{{{metric.label}=}}", metric.tag.replace("{}", f"<{metric.label}>")
         assert {metric.field, f"{metric.name}{label}", *filter(None, [tag])} <= named
-    assert PHASES.keys() <= named
+    assert PHASES.keys() | MODEL_MEMORY.keys() <= named
 
 
 def scraped(endpoint):
@@ -327,7 +328,7 @@ def test_tensorboard_returns_every_scalar(tmp_path):
 
     read = EventAccumulator(str(tmp_path)).Reload()
     expected = {tag for tag, _ in scalars(FIGURES, before)}
-    assert set(read.Tags()["tensors"]) == expected and len(expected) == 31
+    assert set(read.Tags()["tensors"]) == expected and len(expected) == 33
     assert [event.step for event in read.Tensors("logs/loss")] == [150, 150]
     assert len(read.Tensors("step/compute_seconds")) == 1
 
@@ -346,16 +347,20 @@ def tensors(folder):
 def test_two_workers_record_their_rows_their_time_and_their_bytes(pools, tmp_path):
     parser = pytest.importorskip("prometheus_client.parser")
     answers = pools("2x1").run(telemetry_checks.trained, str(tmp_path))
+    weights = 4 * (64 * 512 + 512 + 512 * 2 + 2)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"]
     steps = telemetry_checks.EPOCHS * telemetry_checks.ROWS // telemetry_checks.BATCH
     rows = 0
-    for worker, (text, seconds, sent) in enumerate(answers):
+    for worker, (text, seconds, sent, known) in enumerate(answers):
         samples = [each for family in parser.text_string_to_metric_families(text) for each in family.samples]
         assert {each.labels["worker"] for each in samples} == {str(worker)}
         own = {each.name: each.value for each in samples if len(each.labels) == 2}
         phases = {each.labels["phase"]: each.value for each in samples if "phase" in each.labels}
+        memory = {each.labels["kind"]: each.value for each in samples if "kind" in each.labels}
         rows += own["tfdist_rows_total"]
+        assert (memory["weights"], memory["gradients"]) == (weights, weights) and memory == known
+        assert memory["residuals"] == 4 * 64 * 512 < own["tfdist_resident_memory_bytes"]
         assert own["tfdist_steps_total"] == own["tfdist_step"] == steps
         assert own["tfdist_share_ratio"] == pytest.approx(telemetry_checks.SHARES[worker], abs=0.05)
         assert own["tfdist_gradient_sent_bytes_total"] == sent
@@ -363,6 +368,7 @@ def test_two_workers_record_their_rows_their_time_and_their_bytes(pools, tmp_pat
         # The fit also sleeps for a second that is not counted yet, and writes its last figures.
         assert 0 < sum(phases.values()) < seconds and phases["compute"] > 0 and phases["validation"] > 0
         shown = tensors(tmp_path / f"worker-{worker}")
+        assert shown["memory/weights_bytes"][1] == weights
         assert {"step/compute_seconds", "logs/loss", "logs/val_loss", "throughput/rows_per_second"} <= shown.keys()
         assert shown["logs/loss"][0] == steps
     assert rows == telemetry_checks.EPOCHS * telemetry_checks.ROWS

@@ -140,7 +140,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
             self._collector = MetricsCollector(strategy, self._tally)
         self._tally.begin()
         params = self.params or {}  # Keras sets none in a custom loop.
-        self._collector.progress = ProgressEstimate(params.get("epochs"), params.get("steps"))
+        self._collector.begin_fit(ProgressEstimate(params.get("epochs"), params.get("steps")))
         self._saved, self._has_base = _saved_seconds(), False
         self._begin_traces(identity.worker, self._tally)
         sinks = self._sinks(identity)

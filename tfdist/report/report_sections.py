@@ -22,6 +22,7 @@ from tfdist.report.html_markup import Child, Markup, element, paragraph, table
 from tfdist.report.report_figures import RunFigures
 from tfdist.report.training_speed import StepSpeed, combined
 from tfdist.report.worker_totals import WorkerTotals, summed
+from tfdist.telemetry.worker_metrics import MODEL_MEMORY
 
 NO_TELEMETRY = (
     "Rows, traffic, shares, memory and loss are not in the files of this run. To record them, give `fit` the callback "
@@ -184,6 +185,29 @@ def workers_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
     yield paragraph(_WORKERS)
     columns = ("Worker", "Host", "Rows", "Newest share", "Rows/s of computation", "Waits", "Largest memory")
     yield table("Workers, over all attempts", columns, [_worker_row(each) for each in totals])
+    yield from _memory(totals)
+
+
+def _memory(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
+    """Yields the bytes of the variables beside the resident memory, if they are known."""
+    kinds = [kind for kind in MODEL_MEMORY if any(each.model_bytes.get(kind) for each in totals)]
+    if kinds:
+        yield paragraph(_MEMORY)
+        columns = ("Worker", *(MODEL_MEMORY[kind] for kind in kinds), "All of these", "Largest resident memory")
+        yield table("Memory", columns, [_memory_row(each, kinds) for each in totals])
+
+
+_MEMORY = (
+    "The bytes of the variables and gradients on a replica, as `strategy.memory_report()` counts them. Resident memory "
+    "is that of the process: also Python, TensorFlow, activations, batches and buffers of exchanges. Variables on a "
+    "GPU are in the memory of the GPU."
+)
+
+
+def _memory_row(each: WorkerTotals, kinds: Sequence[str]) -> list[Child]:
+    known = each.model_bytes
+    counted = [size(known.get(kind, 0.0) if known else None) for kind in kinds]
+    return [f"worker {each.worker}", *counted, size(sum(known.values()) if known else None), size(each.memory)]
 
 
 _WORKERS = (

@@ -28,6 +28,7 @@ class WorkerTotals:
       raw_bytes, sent_bytes: Bytes of its gradients before and after compression.
       network_sent_bytes, network_received_bytes: All bytes on its own connections to peers.
       memory: Largest memory of its processes that was seen, in bytes.
+      model_bytes: Newest bytes of the variables and gradients on a replica of it, by kind; empty if unknown.
     """
 
     worker: int
@@ -42,6 +43,7 @@ class WorkerTotals:
     network_sent_bytes: float | None
     network_received_bytes: float | None
     memory: float | None
+    model_bytes: Mapping[str, float]
 
 
 def totals_of(telemetry: Mapping[int, Mapping[int, TelemetryFile]]) -> list[WorkerTotals]:
@@ -80,6 +82,7 @@ def _totals(worker: int, files: Sequence[TelemetryFile]) -> WorkerTotals:
         network_sent_bytes=total(lambda each: each.network_sent_bytes),
         network_received_bytes=total(lambda each: each.network_received_bytes),
         memory=max((each.resident_bytes for each in figures), default=None),
+        model_bytes=next((each.model_bytes for each in reversed(figures) if each.model_bytes), {}),
     )
 
 

@@ -35,12 +35,19 @@ class MetricsCollector:
         self.base_step = self.epoch = 0
         self.logs: Mapping[str, float] = {}
         self.progress = ProgressEstimate(None, None)
+        self._memory: dict[str, int] = {}
+        self._memory_after: int | None = None  # Steps after which the memory is counted; `None` if it has been.
         self._strategy, self._tally = strategy, tally
         self._norm: float | None = None
         self._norm_due = 0.0
         self._before: Tally = tally.latest
         self._traffic_before: Any = None
         self._means: dict[str, Any] = {}  # Means over the last interval with a step.
+
+    def begin_fit(self, progress: ProgressEstimate) -> None:
+        """Begins a `fit`. Its variables are counted after its first step, which makes the last of them."""
+        self.progress = progress
+        self._memory, self._memory_after = {}, self._tally.latest.work.steps
 
     def collect(self) -> WorkerMetrics:
         """Returns the figures of this moment."""
@@ -61,6 +68,7 @@ class MetricsCollector:
             progress=self.progress.done,
             remaining_seconds=self.progress.remaining_seconds,
             committed_at=newest_commit_at(),
+            model_bytes=self._of_model(now),
             logs=dict(self.logs),
             **self._means,
             **self._of_steps(now),
@@ -78,6 +86,14 @@ class MetricsCollector:
             recent = traffic if self._traffic_before is None else traffic - self._traffic_before
             means["compression_ratio"] = recent.ratio if recent.sent_bytes else None
         return means
+
+    def _of_model(self, now: Tally) -> dict[str, int]:
+        """Returns the memory of the variables. Python looks at each of them, so it is counted once for each `fit`."""
+        report = getattr(self._strategy, "memory_report", None)
+        if report is not None and self._memory_after is not None and now.work.steps > self._memory_after:
+            self._memory_after = None  # First, so that an error costs the figures of one moment only.
+            self._memory = report().kinds
+        return self._memory
 
     def _of_steps(self, now: Tally) -> dict[str, Any]:
         if not is_reported(now):

@@ -22,6 +22,16 @@ PHASES = {
 }
 """The phases of a `fit`. A worker is in one of them at each moment, so they sum to the time of the `fit`."""
 
+MODEL_MEMORY = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "accumulated_gradients": "accumulated gradients",
+    "residuals": "residuals of compression",
+    "other": "other variables",
+}
+"""The kinds of memory of a model, each with its name for people."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkerMetrics:
@@ -53,6 +63,8 @@ class WorkerMetrics:
       remaining_seconds: Estimated time until the `fit` ends, at the mean speed of this process.
       committed_at: Time of the newest commit, in seconds since the epoch.
       resident_bytes: Memory of this process.
+      model_bytes: Memory of the variables and gradients on a replica of this worker, by kind, as in
+        `strategy.memory_report()`. Known from the first step of a `fit` on; empty without a strategy of tfdist.
       cpu_seconds: Processor time of this process, since its start.
       logs: Newest loss and metrics, by name.
     """
@@ -80,6 +92,7 @@ class WorkerMetrics:
     progress: float | None = None
     remaining_seconds: float | None = None
     committed_at: float | None = None
+    model_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     logs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -191,6 +204,13 @@ METRICS = (
         "backup/age_seconds",
     ),
     _now("resident_bytes", "tfdist_resident_memory_bytes", "Bytes of memory of this process", "process/resident_bytes"),
+    _now(
+        "model_bytes",
+        "tfdist_model_memory_bytes",
+        "Bytes of weights, gradients, optimizer state and other variables on a replica of this worker",
+        "memory/{}_bytes",
+        label="kind",
+    ),
     _total(
         "cpu_seconds",
         "tfdist_cpu_seconds_total",
