@@ -14,7 +14,7 @@ from tfdist.readable_numbers import size
 from tfdist.strategies.compression import from_name
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
-from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, needs_of
+from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, group_sizes, needs_of
 from tfdist.strategies.memory_table import memory_table
 from tfdist.strategies.sharding.elementwise import is_factored, takes_parts
 from tfdist.strategies.sharding.sharded_state import is_accumulator
@@ -29,10 +29,14 @@ class MemoryEstimate:
     Attributes:
       replicas: Number of replicas.
       needs: The memory of each replica, by the value of `model_sharding`.
+      shard_group_size: Number of replicas that divide the model among themselves; `None` for all.
+      needs_in_groups: The same as `needs`, by each size that groups can have. The largest is one group of all.
     """
 
     replicas: int
     needs: dict[str | None, MemoryNeed]
+    shard_group_size: int | None = None
+    needs_in_groups: dict[int, dict[str | None, MemoryNeed]] = dataclasses.field(default_factory=dict)
 
     def fitting(self, memory_bytes: float) -> list[str | None]:
         """Returns the values of `model_sharding` with which a replica needs at most this many bytes."""
@@ -40,23 +44,62 @@ class MemoryEstimate:
 
     def verdict(self, memory_bytes: float) -> str:
         """Returns a sentence that says which option makes the model fit into this many bytes for each replica."""
-        fitting = self.fitting(memory_bytes)
+        fitting, fits = self.fitting(memory_bytes), f"The model fits into {size(memory_bytes)}"
         if None in fitting:
-            return f"The model fits into {size(memory_bytes)} without sharding."
+            return f"{fits} without sharding."
+        groups = self._fitting_groups(memory_bytes)
+        if fitting and self.shard_group_size is not None:
+            return f"{fits} with {self._options(fitting[0], self.shard_group_size)}."
         if fitting:
-            return f"The model fits into {size(memory_bytes)} with model_sharding={fitting[0]!r}."
-        least = min(self.needs.values(), key=lambda need: need.total)
+            smallest = next((each for each, mode in groups.items() if mode == fitting[0]), self.replicas)
+            in_groups = f", also with shard_group_size={smallest}" if smallest < self.replicas else ""
+            return f"{fits} with model_sharding={fitting[0]!r}{in_groups}."
+        if groups:
+            larger, mode = next(iter(groups.items()))
+            return (
+                f"The model does not fit into {size(memory_bytes)} in groups of {self.shard_group_size}. It fits with "
+                f"{self._options(mode, larger)}."
+            )
+        least = min((need for needs in self._in_groups.values() for need in needs.values()), key=_total)
         return (
             f"The model does not fit into {size(memory_bytes)}: each replica needs at least {size(least.total)}. Take "
             "more workers, or a smaller model."
         )
 
+    @property
+    def _in_groups(self) -> dict[int, dict[str | None, MemoryNeed]]:
+        return self.needs_in_groups or {self.shard_group_size or self.replicas: self.needs}
+
+    def _fitting_groups(self, memory_bytes: float) -> dict[int, str | None]:
+        """Returns the sizes of groups in which a sharded model fits, each with the first value that makes it fit."""
+        fitting: dict[int, str | None] = {}
+        for group_size, needs in sorted(self._in_groups.items()):
+            for mode, need in needs.items():
+                if mode is not None and need.total <= memory_bytes:
+                    fitting.setdefault(group_size, mode)
+        return fitting
+
+    def _options(self, mode: str | None, group_size: int) -> str:
+        groups = f" and shard_group_size={group_size}" if group_size < self.replicas else " and without groups"
+        return f"model_sharding={mode!r}{groups}"
+
     def __str__(self) -> str:
         columns = {mode or "unsharded": dataclasses.asdict(need) for mode, need in self.needs.items()}
-        return f"{self.replicas} replicas, without activations and batches\n{memory_table(columns)}"
+        groups = "" if self.shard_group_size is None else f" in groups of {self.shard_group_size}"
+        return f"{self.replicas} replicas{groups}, without activations and batches\n{memory_table(columns)}"
 
 
-def estimate_memory(make_model: Callable[[], keras.Model], replicas: int, *, compression: Any = None) -> MemoryEstimate:
+def _total(need: MemoryNeed) -> int:
+    return need.total
+
+
+def estimate_memory(
+    make_model: Callable[[], keras.Model],
+    replicas: int,
+    *,
+    compression: Any = None,
+    shard_group_size: int | None = None,
+) -> MemoryEstimate:
     """Estimates what training needs of the memory of each replica, for each value of `model_sharding`.
 
     Makes the model in a graph that is never run, so no weights are allocated and the model may be larger than the
@@ -69,9 +112,10 @@ def estimate_memory(make_model: Callable[[], keras.Model], replicas: int, *, com
       make_model: A function that returns a built and compiled model, as in the scope of a strategy.
       replicas: Number of replicas: workers times devices of each.
       compression: The argument of the strategy, if it compresses.
+      shard_group_size: The argument of the strategy, if groups of replicas divide the model among themselves.
 
     Returns:
-      The estimate. `print` shows a table, and `verdict` names the option that fits into a given memory.
+      The estimate. `print` shows a table, and `verdict` names the options that fit into a given memory.
 
     Raises:
       ValueError: If an argument is invalid, or the model is not built.
@@ -83,9 +127,17 @@ def estimate_memory(make_model: Callable[[], keras.Model], replicas: int, *, com
             "`make_model` must be a function that returns a model, so that it can be made without memory for its "
             f"weights, got {make_model!r}."
         )
-    policy = policy_of(compression)
+    sizes, policy = group_sizes(replicas), policy_of(compression)
+    if shard_group_size is not None and (isinstance(shard_group_size, bool) or shard_group_size not in sizes):
+        possible = ", ".join(map(str, sizes)) or "none, since there is one replica"
+        raise ValueError(
+            f"`shard_group_size` must be an integer of at least 2 that divides the number of replicas, got "
+            f"{shard_group_size!r} for {replicas} replicas. Possible sizes: {possible}."
+        )
     with _random_states_kept(), tf.Graph().as_default():
-        return MemoryEstimate(replicas, needs_of(_shapes_of(make_model(), policy, replicas), replicas))
+        shapes = _shapes_of(make_model(), policy)
+    needs = {each: needs_of(shapes, replicas, each) for each in sizes} or {1: needs_of(shapes, 1)}
+    return MemoryEstimate(replicas, needs[shard_group_size or replicas], shard_group_size, needs)
 
 
 @contextlib.contextmanager
@@ -100,7 +152,7 @@ def _random_states_kept() -> Iterator[None]:
         keras_internals.set_global_seed_generator(known)
 
 
-def _shapes_of(model: Any, policy: Any, replicas: int) -> ModelShapes:
+def _shapes_of(model: Any, policy: Any) -> ModelShapes:
     if not isinstance(model, keras.Model) or not model.built:
         raise ValueError(
             f"The function must return a built model of Keras, got {model!r}. Give the model an `Input`, or call "

@@ -92,30 +92,45 @@ class MemoryNeed:
         return sum(dataclasses.astuple(self))
 
 
-def needs_of(model: ModelShapes, replicas: int) -> dict[str | None, MemoryNeed]:
-    """Returns the memory of each replica, by the value of `model_sharding`. One replica shards nothing."""
+def needs_of(model: ModelShapes, replicas: int, group_size: int | None = None) -> dict[str | None, MemoryNeed]:
+    """Returns the memory of each replica, by the value of `model_sharding`. One replica shards nothing.
+
+    Args:
+      model: The variables.
+      replicas: Number of replicas.
+      group_size: Number of replicas that divide the model among themselves; `None` for all.
+    """
     whole = _whole(model, replicas)
     if replicas == 1:
         return {None: whole}
+    shards = group_size or replicas
+    # Groups sum encoded gradients as a whole. Otherwise a replica encodes no sum of which it needs only its part.
+    summed_whole = [each.value for each in model.weights if each.residual_bytes and shards < replicas]
+    in_parts = [each.value for each in model.weights if not each.residual_bytes or shards == replicas]
+    residuals = sum(_residuals(each, 1 if each.is_elementwise else replicas) for each in model.weights)
     sharded = dataclasses.replace(
         whole,
-        optimizer_state=_sharded_state(model, replicas) + _bytes(model.other_state),
-        # A replica encodes no sum of a gradient of which it needs only its part.
-        residuals=sum(_residuals(each, 1 if each.is_elementwise else replicas) for each in model.weights),
+        optimizer_state=_sharded_state(model, shards) + _bytes(model.other_state),
+        residuals=whole.residuals if shards < replicas else residuals,
         # Sums of parts exist beside the gradients. Gathered weights take the memory of the gradients afterwards.
-        exchange=_part_bytes((each.value for each in model.weights), replicas),
+        exchange=_part_bytes(in_parts, shards) + _bytes(summed_whole),
     )
     needs: dict[str | None, MemoryNeed] = {None: whole, "optimizer": sharded}
     if not any(each.needs_whole or not each.is_elementwise or each.residual_bytes for each in model.weights):
-        needs["parameters"] = _with_parts_of_weights(model, sharded, replicas)
+        needs["parameters"] = _with_parts_of_weights(model, sharded, shards)
     return needs
 
 
-def _with_parts_of_weights(model: ModelShapes, sharded: MemoryNeed, replicas: int) -> MemoryNeed:
+def group_sizes(replicas: int) -> list[int]:
+    """Returns the sizes of equal groups of at least two replicas, the smallest first, and last that of one group."""
+    return [size for size in range(2, replicas + 1) if replicas % size == 0]
+
+
+def _with_parts_of_weights(model: ModelShapes, sharded: MemoryNeed, shards: int) -> MemoryNeed:
     """Returns the need if large weights are divided too, by that of sharded state."""
     values = [each.value for each in model.weights]
-    divided = [each for each in values if math.prod(each.shape) >= max(FEWEST_ELEMENTS, replicas)]
-    parts = sharded.weights - _bytes(divided) + _part_bytes(divided, replicas)
+    divided = [each for each in values if math.prod(each.shape) >= max(FEWEST_ELEMENTS, shards)]
+    parts = sharded.weights - _bytes(divided) + _part_bytes(divided, shards)
     in_flight = max((each.bytes for each in divided), default=0)
     # A weight is gathered while the one before is in use, and its gradient exists beside them until it is summed.
     exchange = 2 * max(in_flight, min(AHEAD_BYTES, _bytes(divided)))
@@ -142,23 +157,23 @@ def _residuals(weight: TrainedWeight, parts: int) -> int:
     return weight.residual_bytes + of_sum
 
 
-def _sharded_state(model: ModelShapes, replicas: int) -> int:
-    """Returns the bytes of the state of weights on the replica that has the most of it."""
-    cut = sum(_part_bytes(each.states, replicas) for each in model.weights if each.is_elementwise)
+def _sharded_state(model: ModelShapes, shards: int) -> int:
+    """Returns the bytes of the state of weights on the one of `shards` replicas that has the most of it."""
+    cut = sum(_part_bytes(each.states, shards) for each in model.weights if each.is_elementwise)
     owned = [each for each in model.weights if not each.is_elementwise]
-    return cut + _largest_load(owned, replicas, lambda each: _bytes(each.states))
+    return cut + _largest_load(owned, shards, lambda each: _bytes(each.states))
 
 
-def _largest_load(weights: Sequence[TrainedWeight], replicas: int, load: Callable[[TrainedWeight], int]) -> int:
-    loads = [0] * replicas
-    owner_of = owners([math.prod(each.value.shape) for each in weights], replicas)
+def _largest_load(weights: Sequence[TrainedWeight], shards: int, load: Callable[[TrainedWeight], int]) -> int:
+    loads = [0] * shards
+    owner_of = owners([math.prod(each.value.shape) for each in weights], shards)
     for weight, owner in zip(weights, owner_of, strict=True):
         loads[owner] += load(weight)
     return max(loads)
 
 
-def _part_bytes(tensors: Iterable[TensorShape], replicas: int) -> int:
-    return sum(Partition.of(each.shape, replicas).part_elements * each.item_bytes for each in tensors)
+def _part_bytes(tensors: Iterable[TensorShape], shards: int) -> int:
+    return sum(Partition.of(each.shape, shards).part_elements * each.item_bytes for each in tensors)
 
 
 def _bytes(tensors: Iterable[TensorShape]) -> int:

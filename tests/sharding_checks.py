@@ -169,6 +169,22 @@ def memory_of(optimizer, sharding):
     return report.weights, report.optimizer_state, report.accumulated_gradients
 
 
+def memory_in_groups(kind, sharding, group_size):
+    """Returns the memory report of the only model of a strategy, a model with layers of usual widths."""
+    place = tfdist.MirroredStrategy(model_sharding=sharding, shard_group_size=group_size)
+    start_anew()
+    with place.scope():
+        model = compiled_large(kind)
+        model.optimizer.build(model.trainable_variables)
+    return place.memory_report()
+
+
+def compiled_large(kind):
+    model = large(kind)
+    model.compile(OPTIMIZERS["adam"](), "mse")
+    return model
+
+
 def large(kind):
     """Returns a model with layers of usual widths."""
     if kind == "mlp":

@@ -143,6 +143,62 @@ def test_the_estimate_equals_the_memory_of_a_job(optimizer, pools):
         assert need.optimizer_state == pytest.approx(state, abs=40)  # Adafactor's scalars are no state in the report.
 
 
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_the_estimate_equals_the_memory_of_a_job_in_groups(kind, pools):
+    estimate = tfdist.estimate_memory(lambda: checks.compiled_large(kind), replicas=4, shard_group_size=2)
+
+    for mode in ("optimizer", "parameters"):
+        report, need = pools("1x4").run(checks.memory_in_groups, kind, mode, 2)[0], estimate.needs[mode]
+        assert (need.weights, need.gradients) == (report.weights, report.gradients)
+        assert need.optimizer_state == report.optimizer_state < 0.52 * report.whole_optimizer_state
+    assert estimate.needs["parameters"].weights < 0.52 * report.whole_weights
+
+
+@pytest.mark.unit
+def test_groups_divide_the_model_among_their_replicas():
+    model = ModelShapes((weight(100, 100), weight(8, 4)))
+
+    grouped, of_two = needs_of(model, 4, group_size=2), needs_of(model, 2)
+
+    for mode in ("optimizer", "parameters"):
+        assert grouped[mode] == of_two[mode]
+    assert grouped[None] == needs_of(model, 4)[None]
+
+
+@pytest.mark.unit
+def test_groups_sum_encoded_gradients_as_without_sharding():
+    model = ModelShapes((weight(100, 100, residual_bytes=40000), weight(8, 4)))
+
+    need, whole = (needs_of(model, 4, group_size=2)[mode] for mode in ("optimizer", None))
+
+    assert need.residuals == whole.residuals
+    assert need.exchange == 40000 + 4 * 16
+    assert need.optimizer_state == 2 * 4 * (5000 + 16)
+
+
+@pytest.mark.unit
+def test_the_verdict_names_the_groups_that_fit():
+    estimate = tfdist.estimate_memory(huge_model, 4)
+    of_two, of_four = (estimate.needs_in_groups[size]["optimizer"].total for size in (2, 4))
+    assert of_four < of_two < estimate.needs[None].total
+
+    assert estimate.verdict(of_two).endswith("with model_sharding='optimizer', also with shard_group_size=2.")
+    assert estimate.verdict(of_four).endswith("with model_sharding='optimizer'.")
+    grouped = tfdist.estimate_memory(huge_model, 4, shard_group_size=2)
+    assert grouped.needs == estimate.needs_in_groups[2]
+    assert grouped.verdict(of_two).endswith("with model_sharding='optimizer' and shard_group_size=2.")
+    assert grouped.fitting(of_four - 1) == []
+    assert "in groups of 2. It fits with model_sharding='optimizer' and without groups." in grouped.verdict(of_four)
+    assert "4 replicas in groups of 2" in str(grouped) and "take more workers" in grouped.verdict(1e9).lower()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("replicas", "size"), [(4, 3), (4, 8), (4, 1), (4, True), (4, 2.5), (1, 2)])
+def test_groups_of_unequal_size_are_refused(replicas, size):
+    with pytest.raises(ValueError, match="`shard_group_size` must be an integer of at least 2 that divides"):
+        tfdist.estimate_memory(small_model, replicas, shard_group_size=size)
+
+
 @pytest.mark.unit
 def test_a_saved_model_is_described_by_its_file(tmp_path, capsys):
     path = tmp_path / "model.keras"
@@ -150,7 +206,10 @@ def test_a_saved_model_is_described_by_its_file(tmp_path, capsys):
 
     assert cli.main(["estimate", str(path), "--replicas", "2", "--memory", "1MB"]) == 0
     assert cli.main(["estimate", str(path), "--replicas", "2", "--memory", "100B"]) == 1
-    assert "fits into 1 MB without sharding" in capsys.readouterr().out
+    assert cli.main(["estimate", str(path), "--replicas", "4", "--shard-group-size", "2"]) == 0
+    assert cli.main(["estimate", str(path), "--replicas", "4", "--shard-group-size", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "fits into 1 MB without sharding" in printed and "4 replicas in groups of 2" in printed
 
 
 @pytest.mark.unit

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", type=arguments.byte_size, metavar="SIZE", help="memory of a replica, as in 16GB")
     parser.add_argument("--compression", metavar="CODEC", help="the codec of the strategy, as in int8")
+    parser.add_argument(
+        "--shard-group-size",
+        type=arguments.positive_int,
+        metavar="N",
+        help="number of replicas that divide the model among themselves; all by default",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         make = maker_of(args.model)
-        estimate = estimate_memory(make, args.replicas, compression=args.compression)
+        estimate = estimate_memory(
+            make, args.replicas, compression=args.compression, shard_group_size=args.shard_group_size
+        )
     except (ValueError, TypeError, OSError, ImportError) as error:
         logging.error("%s", error)
         return 1
