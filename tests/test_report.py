@@ -17,7 +17,7 @@ from tfdist.events.event_file import ASKED, EXCHANGE, START, EventFile, read_eve
 from tfdist.events.phase_names import OWN_LOOP
 from tfdist.events.time_record import BEGINNING, TIMED_PHASES, SignOfLife, TimeRecordFile, read_time_record
 from tfdist.launch import cli
-from tfdist.report.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
+from tfdist.report.missing_workers import WAITS, elsewhere, held_up, last_exchange, last_position, missed_exchanges
 
 SECOND = 10**9
 
@@ -37,13 +37,15 @@ def header(worker, why="lost peer", pending=(), phase="exchange", workers=3, **o
     } | others
 
 
-def pending(key, *missing, seconds=2, size=4096):
+def pending(key, *missing, seconds=2, size=4096, group=7, workers=()):
     since = None if seconds is None else (100 - seconds) * SECOND
-    return {"group": 7, "key": key, "bytes": size, "missing": list(missing), "since": since}
+    members = {"workers": list(workers)} if workers else {}
+    return {"group": group, "key": key, "bytes": size, "missing": list(missing), "since": since, **members}
 
 
-def exchanged(key, seconds, step=39):
-    return Event((100 - seconds) * SECOND, "exchange", step, {"group": 7, "key": key, "since": (99 - seconds) * SECOND})
+def exchanged(key, seconds, step=39, group=7, **members):
+    details = {"group": group, "key": key, "since": (99 - seconds) * SECOND, **members}
+    return Event((100 - seconds) * SECOND, "exchange", step, details)
 
 
 def test_the_worker_that_others_wait_for_is_missing_from_their_exchange():
@@ -112,6 +114,57 @@ def test_the_last_exchange_of_a_worker_may_lack_the_part_of_another():
     assert (last.peer, last.key, last.step, last.seconds) == (0, 12, 40, None)
     last = last_exchange(files, 2)
     assert (last.peer, last.key, last.step, last.seconds) == (3, 11, 39, 8.0)
+
+
+def frozen_in_a_group():
+    """Events of workers in the groups 0, 1 and 2, 3, while worker 1 is frozen: worker 2 waits for 0, which waits."""
+    first, second, evens, odds = (0, 1), (2, 3), (0, 2), (1, 3)
+    own = [exchanged(11, 4, group=20, workers=[0, 1]), exchanged(11, 3, group=30, workers=evens)]
+    other = [exchanged(11, 4, group=30, workers=evens), exchanged(12, 1, group=22, workers=second)]
+    odd = [exchanged(11, 3, group=31, workers=odds), exchanged(12, 1, group=22, workers=second)]
+    return {
+        0: EventFile(header(0, pending=[pending(12, 1, seconds=3, group=20, workers=first)], workers=4), own),
+        2: EventFile(header(2, pending=[pending(12, 0, seconds=2, group=30, workers=evens)], workers=4), other),
+        3: EventFile(header(3, pending=[pending(12, 1, seconds=2.5, group=31, workers=odds)], workers=4), odd),
+    }
+
+
+def test_only_workers_of_the_group_are_missing_and_a_worker_that_waits_is_held_up():
+    files = frozen_in_a_group()
+    missed = missed_exchanges(files)
+    assert [(each.group, each.absent, each.workers) for each in missed] == [
+        (20, [1], (0, 1)),
+        (31, [1], (1, 3)),
+        (30, [0], (0, 2)),
+    ]
+    assert held_up(missed) == {0: [1]}
+    # Worker 3 has completed an exchange after its last one with worker 1, in a group without worker 1.
+    last = last_exchange(files, 1)
+    assert (last.peer, last.group, last.key) == (3, 31, 11)
+    files[0].header["pending"][0]["missing"] = [1, 3]  # A damaged entry: worker 3 is not in the group.
+    assert missed_exchanges(files)[0].absent == [1]
+
+
+def test_workers_that_wait_for_each_other_are_all_missing():
+    one = EventFile(header(0, pending=[pending(12, 1, group=20)]))
+    two = EventFile(header(1, pending=[pending(12, 0, group=30)]))
+    missed = missed_exchanges({0: one, 1: two})
+    assert [each.absent for each in missed] == [[1], [0]] and held_up(missed) == {}
+
+
+def test_the_report_names_the_workers_of_a_group(tmp_path, reported):
+    killed_job(tmp_path)
+    for worker, file in frozen_in_a_group().items():
+        write_events(tmp_path / f"attempt-0/events-{worker}.jsonl", file.header, file.events, {})
+    out = reported()[1]
+    for line in (
+        "worker 1 was missing from exchange 12 (group 20 of worker 0, worker 1, 4096 bytes) in step 41: worker 0 ",
+        "worker 1 was missing from exchange 12 (group 31 of worker 1, worker 3, 4096 bytes) in step 41: worker 3 ",
+        "worker 0 had not begun exchange 12 (group 30 of worker 0, worker 2, 4096 bytes) in step 41, waiting for ",
+        "worker 1 last took part in exchange 11 (group 31), in step 40: worker 3 had all parts 3.0 s before",
+    ):
+        assert line in out, out
+    assert "worker 0 was missing" not in out and "worker 0 last took part" not in out
 
 
 def test_the_age_of_a_position_is_the_time_since_the_last_event_or_the_begin_of_the_wait():

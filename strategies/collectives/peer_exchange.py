@@ -126,6 +126,11 @@ class PeerExchange:
         """Returns the numbers of the workers that exchange in a group."""
         return self._members.get(group) or tuple(range(len(self._names)))
 
+    def _limits_of(self, group):
+        """Returns the workers of a group, for events; nothing if all workers exchange in it."""
+        members = self._members.get(group)
+        return {} if members is None else {"workers": members}
+
     def _exchanged(self, sent, labels, key, inbox, token, form, members):
         """Exchanges rows of bytes. Returns the bytes that the workers `members` have sent, one after another.
 
@@ -236,7 +241,8 @@ class PeerExchange:
                 return False
         group, key = tag
         since = round(current.since * 1e9)
-        EVENTS.note(EXCHANGE, since=since, group=group, key=key, bytes=current.size, last=worker)
+        told = self._limits_of(group)
+        EVENTS.note(EXCHANGE, since=since, group=group, key=key, bytes=current.size, last=worker, **told)
         return True
 
     def _lose(self, peer, error):
@@ -278,6 +284,7 @@ class PeerExchange:
         has_joined = pending.inbox is not None
         return {
             **dict(zip(("group", "key"), tag, strict=True)),
+            **self._limits_of(tag[0]),
             "bytes": pending.size,
             "missing": sorted(pending.missing - {self._worker} if has_joined else pending.missing),
             "since": round(pending.since * 1e9) if has_joined else None,

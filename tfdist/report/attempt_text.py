@@ -18,6 +18,7 @@ from tfdist.report.missing_workers import (
     LastPosition,
     MissedExchange,
     elsewhere,
+    held_up,
     last_exchange,
     last_position,
     missed_exchanges,
@@ -125,11 +126,13 @@ def _missing(files: Mapping[int, EventFile], workers: Sequence[int], failure: Fa
     missed = missed_exchanges(files)
     if failure is None:  # The workers of a job that runs wait for each other in every step.
         missed = [each for each in missed if max(each.waiting.values()) >= _LONG_SECONDS]
+    held = held_up(missed)
+    missed.sort(key=lambda each: not set(each.absent) - held.keys())  # First those that made the others wait.
     for each in missed[:_MOST_EXCHANGES]:
-        yield _missed(each)
+        yield _missed(each, held)
     if len(missed) > _MOST_EXCHANGES:
         yield f"and {len(missed) - _MOST_EXCHANGES} more exchanges were not complete"
-    absent = {worker for each in missed for worker in each.absent}
+    absent = {worker for each in missed for worker in each.absent} - held.keys()
     if failure is not None and not missed:
         culprit = failure.suspect if failure.doubt == FROM_PEER else failure.culprit
         absent.update(elsewhere(files, workers, culprit))
@@ -148,12 +151,18 @@ def _last(last: LastExchange) -> str:
     return f"{what}: worker {last.peer} had all parts {duration(last.seconds)} before it wrote its events"
 
 
-def _missed(exchange: MissedExchange) -> str:
-    what = f"exchange {exchange.key} (group {exchange.group}, {exchange.bytes} bytes){_in_step(exchange.step, ' ')}"
+def _missed(exchange: MissedExchange, held: Mapping[int, Sequence[int]]) -> str:
+    """Describes an incomplete exchange; `held` are the workers that were missing since they waited, each with whom."""
+    group = f"group {exchange.group}{f' of {named(exchange.workers)}' if exchange.workers else ''}"
+    what = f"exchange {exchange.key} ({group}, {exchange.bytes} bytes){_in_step(exchange.step, ' ')}"
     waiting = ", ".join(f"worker {worker} waited {duration(sec)}" for worker, sec in exchange.waiting.items())
-    if exchange.absent:
-        be = "was" if len(exchange.absent) == 1 else "were"
-        return f"{named(exchange.absent)} {be} missing from {what}: {waiting}"
+    absent = [worker for worker in exchange.absent if worker not in held]
+    if exchange.absent and not absent:
+        cause = named(sorted({peer for worker in exchange.absent for peer in held[worker]}))
+        return f"{named(exchange.absent)} had not begun {what}, waiting for {cause}: {waiting}"
+    if absent:
+        be = "was" if len(absent) == 1 else "were"
+        return f"{named(absent)} {be} missing from {what}: {waiting}"
     return f"bytes of {named(exchange.unheard)} had not arrived in {what}, which all had begun: {waiting}"
 
 

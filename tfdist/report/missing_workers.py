@@ -45,6 +45,7 @@ class MissedExchange:
       waiting: The waiting workers, each with its seconds.
       absent: The workers that had not begun the exchange, as far as known.
       unheard: The workers that had begun it, but of which some bytes had not arrived at a waiting worker.
+      workers: The workers that take part in it; empty for all.
     """
 
     group: int
@@ -54,6 +55,7 @@ class MissedExchange:
     waiting: Mapping[int, float]
     absent: Sequence[int]
     unheard: Sequence[int] = ()
+    workers: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,7 @@ def missed_exchanges(files: Mapping[int, EventFile]) -> list[MissedExchange]:
             peer
             for each in by_worker.values()
             for peer in each["missing"]
-            if peer not in files or not _works_on(files[peer], group, key, begin)
+            if _takes_part(peer, each) and (peer not in files or not _works_on(files[peer], group, key, begin))
         }
         if lacking:
             missed.append(
@@ -125,9 +127,37 @@ def missed_exchanges(files: Mapping[int, EventFile]) -> list[MissedExchange]:
                     waiting={worker: files[worker].seconds_before(each["since"]) for worker, each in by_worker.items()},
                     absent=sorted(lacking - by_worker.keys()),
                     unheard=sorted(lacking & by_worker.keys()),
+                    workers=next((members for each in by_worker.values() if (members := _members_of(each))), ()),
                 )
             )
     return sorted(missed, key=lambda each: (-max(each.waiting.values()), each.group, each.key))
+
+
+def held_up(missed: Sequence[MissedExchange]) -> dict[int, list[int]]:
+    """Returns the workers that were missing from an exchange only because they waited in another one, each with whom.
+
+    The replicas of a group exchange among themselves, and then with those of other groups. So the other groups wait for
+    workers that wait for the missing one. Empty if all missing workers wait for each other.
+    """
+    absent = {worker for each in missed for worker in each.absent}
+    waits: dict[int, set[int]] = {}
+    for each in missed:
+        for worker in absent & each.waiting.keys():
+            waits.setdefault(worker, set()).update(each.absent)
+    held = {worker: sorted(peers) for worker, peers in waits.items() if peers}
+    return held if absent - held.keys() else {}
+
+
+def _members_of(entry: Mapping[str, Any]) -> Sequence[int]:
+    """Returns the workers that take part in an exchange; empty for all, and in damaged entries."""
+    members = entry.get("workers")
+    is_known = isinstance(members, list | tuple) and all(isinstance(each, int) for each in members)
+    return tuple(members) if is_known and members else ()
+
+
+def _takes_part(worker: int, entry: Mapping[str, Any]) -> bool:
+    members = _members_of(entry)
+    return not members or worker in members
 
 
 def _known_steps(files: Mapping[int, EventFile], workers: Iterable[int]) -> list[int]:
@@ -161,12 +191,12 @@ def last_exchange(files: Mapping[int, EventFile], worker: int) -> LastExchange |
 def _exchanges_with(peer: int, file: EventFile, worker: int) -> Iterator[LastExchange]:
     """Yields the last complete exchange of a peer, and the last incomplete one that only lacks other workers' parts."""
     for event in reversed(file.events):
-        if event.kind == EXCHANGE:
+        if event.kind == EXCHANGE and _takes_part(worker, event.details):
             group, key = (int(event.details.get(name, 0)) for name in ("group", "key"))
             yield LastExchange(peer, group, key, _step_of(file, event.step), file.seconds_before(event.ns))
             break
     for each in reversed(_pending(file)):
-        if worker not in each["missing"]:
+        if worker not in each["missing"] and _takes_part(worker, each):
             yield LastExchange(peer, each["group"], each["key"], _step_of(file), None)
             break
 
