@@ -1,5 +1,6 @@
 """The live table of `tfdist run`: its rows by the times of workers, and the screen by the bytes that are written."""
 
+import dataclasses
 import os
 import random
 import subprocess
@@ -20,6 +21,7 @@ from tfdist.events.time_record import (
     TRACING,
     UNDECIDED,
     VALIDATION,
+    SignOfLife,
     TimeRecord,
 )
 from tfdist.launch.ansi_text import as_line, begun_sequence, crop, moves_cursor, width_of
@@ -91,6 +93,10 @@ def test_a_fit_that_continues_at_an_earlier_step_begins_anew():
     assert recent_of([*trained(30), *again]).steps_per_second == pytest.approx(1)
 
 
+def signed(record, time, phase, step=8):
+    return dataclasses.replace(record, sign=SignOfLife(time, step, phase))
+
+
 STATES = {
     "no times": (SeenWorker(0), 50, "running", None),
     "start": (SeenWorker(0, record(1, phase=START)), 2, "start-up", 0),
@@ -100,11 +106,23 @@ STATES = {
     "callback of an epoch": (SeenWorker(0, record(45, 8, CALLBACK)), 50, "callback 5 s", 8),
     "first step": (SeenWorker(0, record(45)), 50, "training", 0),
     "stuck": (SeenWorker(0, record(5, 8)), 50, "in a step 45 s", 8),
+    "stuck in its input": (SeenWorker(0, signed(record(5, 8), 49, INPUT)), 50, "input 45 s", 8),
+    "waits in a step": (SeenWorker(0, signed(record(5, 8), 49, EXCHANGE)), 50, "exchange 45 s", 8),
+    "a sign of an earlier step": (SeenWorker(0, signed(record(5, 8), 49, INPUT, step=7)), 50, "in a step 45 s", 8),
+    "frozen": (SeenWorker(0, signed(record(30, 8), 38, COMPUTE)), 50, "no sign of life 12 s", 8),
+    "frozen in a validation": (
+        SeenWorker(0, signed(record(5, 8, VALIDATION), 9, None)),
+        500,
+        "no sign of life 8 min",
+        8,
+    ),
+    "trains on without new signs": (SeenWorker(0, signed(record(49, 8), 20, COMPUTE)), 50, "training", 8),
     "validation": (SeenWorker(0, record(45, 8, VALIDATION)), 500, "validation 8 min", 8),
     "own loop": (SeenWorker(0, record(49.5, 0, OWN_LOOP)), 50, "training", None),
     "own loop in a graph": (SeenWorker(0, record(5, 0, OWN_LOOP)), 50, "own loop 45 s", None),
     "own loop with backups": (SeenWorker(0, record(49.5, 8, OWN_LOOP)), 50, "training", 8),
     "input of an own loop": (SeenWorker(0, record(49.5, 0, INPUT, **{OWN_LOOP: 3.0})), 50, "training", None),
+    "own loop without a batch": (SeenWorker(0, record(5, 0, INPUT, **{OWN_LOOP: 3.0})), 50, "input 45 s", None),
     "straggler": (SeenWorker(0, record(49.5, 8), slow="input"), 50, "slow: input", 8),
     "killed": (SeenWorker(0, record(49.5, 8), ended="SIGKILL", slow="input"), 50, "SIGKILL", 8),
     "done": (SeenWorker(0, record(49.5, 8), ended=DONE), 50, "done", 8),
@@ -117,6 +135,17 @@ def test_the_state_says_what_a_worker_does(name):
     row = row_of(seen, now)
     assert (row.state, row.step) == (state, step)
     assert row.is_calm == (state in ("training", "done", "own loop 45 s")) and row.has_failed == (state == "SIGKILL")
+
+
+def test_a_worker_without_a_sign_of_life_is_named_before_those_that_wait_for_it():
+    frozen, waiting = signed(record(30, 8), 38, COMPUTE), signed(record(30, 8), 49, EXCHANGE)
+    rows = [row_of(SeenWorker(worker, frozen if worker == 2 else waiting), 50) for worker in range(4)]
+    assert progress_line(rows) == "step 8, worker 2: no sign of life 12 s, 4 workers"
+    assert chosen_rows(rows, 1) == [rows[2]] and rows[2].holds_up_others and not rows[1].holds_up_others
+    for width, shown in ((60, "no sign 12 s "), (80, "no sign 12 s "), (94, "no sign of life 12 s")):
+        assert shown in "".join(LiveTable().lines("", rows, width, 24)), width
+    input_ = [row_of(SeenWorker(0, waiting), 50), row_of(SeenWorker(1, signed(record(30, 8), 49, INPUT)), 50)]
+    assert progress_line(input_) == "step 8, worker 1: input 20 s, 2 workers"
 
 
 def test_a_slow_step_is_no_stuck_step():

@@ -319,6 +319,11 @@ def test_the_line_of_a_stall_is_the_innermost_one_of_the_users_code():
     assert stalled_line(stacks, CALLBACK) == f"train.py:31 in {'f' * 80}"
     assert stalled_line(stacks, "input") == "rows.py:7 in decode"
     assert stalled_line({1: other, 3: [thread, fit, program]}, "input") == "train.py:40 in main"
+    enqueuer = (inspect.getfile(keras.utils.PyDataset), 398, "get_index")
+    reading = [thread, ("/home/me/pictures.py", 9, "__getitem__"), enqueuer, (threading.__file__, 982, "run")]
+    waiting = [thread, enqueuer, ("/x/site-packages/tensorflow/ops.py", 1, "call")]
+    assert stalled_line({2: waiting, 3: training, 4: reading}, "input") == "pictures.py:9 in __getitem__"
+    assert stalled_line({3: training, 4: reading}, CALLBACK) == f"train.py:31 in {'f' * 80}"
     assert stalled_line({1: other}, EXCHANGE) == ""
 
 

@@ -303,6 +303,12 @@ def is_keras_call(file: str, function: str) -> bool:
     return file == keras_trainer.__file__ and function in _KERAS_CALLS
 
 
+def is_of_py_datasets(file: str) -> bool:
+    """Returns whether a file is that of Keras whose threads call the user's `PyDataset`, to report the line there."""
+    return file == _PY_DATASETS
+
+
+_PY_DATASETS = inspect.getfile(keras.utils.PyDataset)
 _KERAS_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 

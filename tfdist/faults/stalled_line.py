@@ -15,13 +15,14 @@ def stalled_line(stacks: Mapping[int, Calls], phase: str | None) -> str:
 
     Args:
       stacks: The calls of each thread.
-      phase: The phase of the worker. While it waits for input, TensorFlow runs functions of the input in other threads.
+      phase: The phase of the worker. While it waits for input, functions of the input run in other threads: those of
+        TensorFlow, and those of Keras for a `PyDataset` with several workers.
     """
     training = [calls for calls in stacks.values() if any(keras_stack.is_keras_call(f, name) for f, _, name in calls)]
-    feeding = [calls for calls in stacks.values() if calls not in training and _is_called_by_tensorflow(calls)]
+    feeding = [calls for calls in stacks.values() if calls not in training and _feeds(calls)]
     chosen = [*feeding, *training] if phase == INPUT else training
     return next((line for calls in chosen if (line := user_call(calls)) is not None), "")
 
 
-def _is_called_by_tensorflow(calls: Calls) -> bool:
-    return any("/tensorflow/" in file for file, _, _ in calls)
+def _feeds(calls: Calls) -> bool:
+    return any("/tensorflow/" in file or keras_stack.is_of_py_datasets(file) for file, _, _ in calls)

@@ -64,7 +64,7 @@ class WorkerRow:
 
     Attributes:
       worker: Id of the worker.
-      state: Its activity, such as "training", "validation 12 s", "slow: input", "exit code 1".
+      state: Its activity, such as "training", "validation 12 s", "slow: input", "no sign of life 12 s", "exit code 1".
       step: Number of finished training steps; `None` if unknown.
       steps_per_second: Steps for each second of training; `None` while the worker does not train.
       parts: Parts of computation, exchanges and input in the time of training, from 0 to 1.
@@ -86,6 +86,11 @@ class WorkerRow:
         return self.urgency == _CALM
 
     @property
+    def holds_up_others(self) -> bool:
+        """Whether it is slow, or gives no sign of life."""
+        return self.urgency == _URGENT_SLOW
+
+    @property
     def has_failed(self) -> bool:
         """Whether its process has ended, and not because it was done."""
         return self.urgency == _URGENT_END
@@ -98,6 +103,8 @@ def row_of(seen: SeenWorker, now: float) -> WorkerRow:
     urgency = _CALM if is_training or seen.ended == DONE else _URGENT_WAIT
     if seen.ended is not None:
         urgency = _CALM if seen.ended == DONE else _URGENT_END
+    elif state.startswith(NO_SIGN):
+        urgency = _URGENT_SLOW
     elif is_training and seen.slow:
         state, urgency = f"slow: {seen.slow}", _URGENT_SLOW
     return WorkerRow(
@@ -121,6 +128,9 @@ UNKNOWN = "running"
 DONE = "done"
 """The state of a worker whose process has ended with exit code 0."""
 
+NO_SIGN = "no sign of life"
+"""The state of a worker that is stopped, swapped out or cut off from its disk, followed by the time since when."""
+
 _TRAINING = "training"
 
 
@@ -131,16 +141,29 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
         return seen.ended, False
     if record is None:
         return UNKNOWN, False
+    if record.sign is not None:
+        silent = now - max(record.sign.time, record.time)
+        if silent >= _LONG_STEP_SECONDS:
+            return f"{NO_SIGN} {short_duration(silent)}", False
     idle = max(0.0, now - record.time)
     has_stepped = record.steps > record.resumed_steps and idle < _JUST_NOW_SECONDS
     if record.phase in IN_STEPS or (record.phase == CALLBACK and has_stepped):
         if idle < max(_LONG_STEP_SECONDS, 3 / rate if rate else 0.0):
             return _TRAINING, True
-        return f"in a step {short_duration(idle)}", False
+        return f"{_part_of_step(record)} {short_duration(idle)}", False
     if record.phase == OWN_LOOP:  # Its steps are not seen, so it may well train.
         return (_TRAINING if idle < _LONG_STEP_SECONDS else f"own loop {short_duration(idle)}"), True
     since = f" {short_duration(idle)}" if idle >= _LONG_PHASE_SECONDS else ""
     return f"{_NAMES[record.phase]}{since}", False
+
+
+def _part_of_step(record: TimeRecord) -> str:
+    """Returns the part of a step that a worker is in, as the last sign of life tells it, or "in a step"."""
+    if record.phase != COMPUTE:  # Python waits for a batch, or for workers to agree that they have one.
+        return record.phase
+    sign = record.sign
+    is_of_step = sign is not None and sign.time > record.time and sign.step == record.steps
+    return sign.phase if is_of_step and sign and sign.phase in IN_STEPS else "in a step"
 
 
 def slow_workers(records: Sequence[StragglerRecord]) -> Mapping[int, str]:
@@ -195,7 +218,7 @@ def progress_line(rows: Sequence[WorkerRow]) -> str | None:
         return f"{_shown(first, are_alike=len({_kind(row.state) for row in rows}) == 1)}, {count}"
     step = min(row.step or 0 for row in known)
     rates = [row.steps_per_second for row in known if row.steps_per_second is not None]
-    last = min(known, key=lambda row: (row.urgency, row.step or 0))
+    last = min(known, key=lambda row: (row.urgency, row.state.startswith(EXCHANGE), row.step or 0))
     are_alike = len(known) > 1 and len({_kind(row.state) for row in known}) == 1  # All wait if one of them hangs.
     what = f"{min(rates):.3g} steps/s" if rates and last.is_calm else _shown(last, are_alike=are_alike)
     return f"step {step}, {what}, {count}"

@@ -9,13 +9,15 @@ import rich.table
 import rich.text
 
 from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT
-from tfdist.launch.live_figures import WorkerRow, chosen_rows, rest_line
+from tfdist.launch.live_figures import NO_SIGN, WorkerRow, chosen_rows, rest_line
 from tfdist.readable_numbers import size
 
 _LEAST_WIDTH, _LEAST_HEIGHT = 32, 10
 _MOST_WIDTH = 1000
 _GAP, _NARROW_GAP = 2, 1
 _NARROW = 90
+_ROOMY, _MORE_STATE = 94, 4  # Columns of a terminal that has room for longer states, and how much longer they are.
+_SHORT_NO_SIGN = "no sign"
 _SECONDARY = "dim"
 
 
@@ -80,14 +82,21 @@ def _table(rows: Sequence[WorkerRow], width: int) -> rich.table.Table:
     table = rich.table.Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style=_SECONDARY)
     columns = [column for column in _COLUMNS if width >= column.least_terminal]
     for column in columns:
-        table.add_column(column.header, width=column.width, justify="left" if column.is_left else "right", no_wrap=True)
+        wide = column.width + (_MORE_STATE if column.is_left and width >= _ROOMY else 0)
+        table.add_column(column.header, width=wide, justify="left" if column.is_left else "right", no_wrap=True)
     for row in rows:
-        style = "bold red" if row.has_failed else "yellow" if row.state.startswith("slow") else ""
+        style = "bold red" if row.has_failed else "yellow" if row.holds_up_others else ""
         cells = [
-            rich.text.Text(column.text(row), style=style if column.header == "state" else "") for column in columns
+            rich.text.Text(_cell(column, row, width), style=style if column.header == "state" else "")
+            for column in columns
         ]
         table.add_row(*cells)
     return table
+
+
+def _cell(column: _Column, row: WorkerRow, width: int) -> str:
+    text = column.text(row)
+    return text if width >= _ROOMY else text.replace(NO_SIGN, _SHORT_NO_SIGN)
 
 
 def _rate(steps_per_second: float | None) -> str:
