@@ -12,11 +12,13 @@ from absl import logging
 
 from tfdist._compat import keras_internals, keras_stack, tf_internals
 from tfdist.cluster import ClusterSpec
+from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
 from tfdist.faults import watchdog
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.creation_watch import CreationWatch
 from tfdist.faults.worker_comparison import WorkerComparison
+from tfdist.network.peer_bytes import PeerBytes
 from tfdist.network.tls import Tls
 from tfdist.strategies.cluster_join import join
 from tfdist.strategies.collectives import Collectives
@@ -43,8 +45,9 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
     Attributes:
       carried_bytes: Function that returns the bytes that steps exchanged over the workers' own connections; `None`
         without these.
-      sent_and_received_bytes: Function that returns the bytes sent, and those received, over these connections;
-        `None` without them.
+      sent_and_received_bytes: Function that returns the bytes sent to peers, and those received from them: those over
+        these connections, or, where TensorFlow's collectives carry sums of CPUs, those of all connections to peers.
+        It returns `None` if the kernel does not tell; it is `None` if the bytes are unknown, as with GPUs.
       link_speeds: Record of the speeds of these connections; `None` without them.
     """
 
@@ -107,6 +110,22 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
                 self.carried_bytes = cls._peers.carried_bytes
                 self.sent_and_received_bytes = cls._peers.sent_and_received_bytes
                 self.link_speeds = cls._peers.link_speeds()
+        if self.sent_and_received_bytes is None and "CPU" in self._devices[0]:
+            self.sent_and_received_bytes = self._count_by_kernel()
+
+    def _count_by_kernel(self):
+        """Returns a function that returns the bytes sent to peers and received, with those of TensorFlow."""
+        ports = [split_address(each)[1] for each in ClusterSpec.from_env().training_addresses]
+        own = ports.pop(self._id_in_cluster)
+        of_tensorflow, peers = PeerBytes(own, ports), MultiWorkerExtended._peers
+
+        def count():
+            counted = of_tensorflow.sent_and_received()
+            if counted is None or peers is None:
+                return counted
+            return tuple(map(sum, zip(counted, peers.sent_and_received_bytes(), strict=True)))
+
+        return count
 
     def _why_not_own_connections(self, transport):
         """The reason why TensorFlow's collectives must carry this strategy's exchanges, or `None`."""

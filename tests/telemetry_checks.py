@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 import tfdist
+from keras_features import strategy_of
 
 ROWS, BATCH, EPOCHS = 128, 16, 3
 SHARES = (0.25, 0.75)
@@ -45,6 +46,25 @@ def trained(folder):
     model.fit(data, epochs=EPOCHS, verbose=0, validation_data=(x, y), callbacks=[telemetry, scraper])
     seconds = time.monotonic() - began
     return scraper.text, seconds, strategy.communication.traffic().sent_bytes, strategy.memory_report().kinds
+
+
+STEPS, WIDTH = 8, 256
+
+
+def bytes_of_a_step(placement, transport):
+    """Returns the bytes that this worker sends and receives in a step, by the bytes of the weights."""
+    strategy = strategy_of(placement, transport=transport)
+    with strategy.scope():
+        hidden = [keras.layers.Dense(WIDTH, use_bias=False) for _ in range(4)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *hidden])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(STEPS * 8, WIDTH)).astype("float32")
+    model.fit(x, x, batch_size=8, shuffle=False, verbose=0)  # Traces the step.
+    before = strategy.extended.sent_and_received_bytes()
+    model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
+    after = strategy.extended.sent_and_received_bytes()
+    whole = STEPS * 4 * 4 * WIDTH * WIDTH
+    return [(now - then) / whole for then, now in zip(before, after, strict=True)]
 
 
 class Signaler(keras.callbacks.Callback):

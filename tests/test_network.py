@@ -14,6 +14,7 @@ from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import private_network
 from tfdist.network import listening
+from tfdist.network.peer_bytes import Connection, PeerBytes
 
 DEADLINE_SECONDS = 240
 PR_SET_DUMPABLE = 4
@@ -23,6 +24,48 @@ PR_SET_DUMPABLE = 4
 def run(tmp_path):
     with nothing_left(tmp_path) as run:
         yield run
+
+
+def connection(inode, local, remote, sent=0, received=0):
+    return Connection(inode, (b"a", local), (b"b", remote), sent, received)
+
+
+@pytest.mark.unit
+def test_bytes_between_the_ports_of_the_cluster_count_also_after_the_end_of_a_connection():
+    web, itself = (
+        connection(1, 5000, 443, 9, 9),
+        [connection(2, 70, 2222), Connection(3, (b"b", 2222), (b"a", 70), 9, 9)],
+    )
+    looks = [
+        [web, *itself, connection(4, 2222, 61, 100, 10), connection(5, 62, 3333, 1, 2)],
+        [web, *itself, connection(4, 2222, 61, 150, 10)],
+        [connection(4, 2222, 63, 5, 5)],  # The kernel has used the number again.
+    ]
+    traffic = PeerBytes(2222, [3333], read=lambda: looks.pop(0))
+    assert [traffic.sent_and_received() for _ in range(3)] == [(101, 12), (151, 12), (156, 17)]
+
+
+@pytest.mark.unit
+def test_bytes_are_unknown_where_the_kernel_does_not_tell(monkeypatch):
+    monkeypatch.delattr(socket, "AF_NETLINK")
+    assert PeerBytes(2222, [3333]).sent_and_received() is None
+
+
+@pytest.mark.unit
+def test_the_kernel_tells_the_bytes_of_the_connections_of_this_process():
+    code = "import socket, sys; c = socket.create_connection(('127.0.0.1', int(sys.argv[1])))"
+    code += "; c.sendall(bytes(5000)); c.recv(9)"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with subprocess.Popen([sys.executable, "-c", code, str(port)]) as peer:
+            with server.accept()[0] as accepted:
+                while accepted.recv(9999, socket.MSG_PEEK) != bytes(5000):
+                    pass
+                traffic = PeerBytes(port, [])
+                assert traffic.sent_and_received() == (0, 5000)
+                accepted.sendall(b"x" * 9)
+            assert peer.wait(DEADLINE_SECONDS) == 0
+        assert traffic.sent_and_received() == (0, 5000), "the connection has ended, and was not read again"
 
 
 @pytest.mark.parametrize(

@@ -583,7 +583,7 @@ def test_the_page_does_not_scroll_sideways(tmp_path):
 AGREES = """
 import keras, numpy as np
 import tfdist
-strategy = tfdist.MultiWorkerMirroredStrategy(compression="int8")
+strategy = tfdist.MultiWorkerMirroredStrategy(compression=os.environ.get("CODEC"))
 with strategy.scope():
     model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(1024), keras.layers.Dense(1024)])
     model.compile("sgd", "mse")
@@ -603,7 +603,12 @@ model.fit(data, epochs=4, verbose=0, callbacks=[tfdist.callbacks.Telemetry(every
 
 @pytest.mark.exhaustive
 @pytest.mark.privileged
-def test_bytes_are_those_of_the_interfaces_and_step_times_those_of_the_clock(tmp_path):
+@pytest.mark.parametrize(
+    "told",
+    [{"CODEC": "int8"}, {"TFDIST_DEVICES_PER_WORKER": "2"}, {"TFDIST_DEVICES_PER_WORKER": "2", "CODEC": "int8"}],
+    ids=["own connections", "TensorFlow", "both"],
+)
+def test_bytes_are_those_of_the_interfaces_and_step_times_those_of_the_clock(told, tmp_path):
     if reason := why_not():
         pytest.skip(reason)
     script = tmp_path / "script.py"
@@ -616,7 +621,7 @@ def test_bytes_are_those_of_the_interfaces_and_step_times_those_of_the_clock(tmp
             config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
             arguments = ["run", "--log-dir", str(tmp_path / "logs"), str(script)]
             command = host.command([sys.executable, "-m", "tfdist.launch.cli", *arguments])
-            env = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"}
+            env = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1", **told}
             run = stack.enter_context(subprocess.Popen(command, env=env, cwd=tmp_path))
             stack.callback(run.kill)
             runs.append(run)
@@ -628,9 +633,9 @@ def test_bytes_are_those_of_the_interfaces_and_step_times_those_of_the_clock(tmp
         assert each.network_received_bytes == pytest.approx(end.received_bytes - begin.received_bytes, rel=0.02)
     assert summed(totals_of(telemetry), "rows") == 4 * 4800
     for worker, file in telemetry[0].items():
-        ends, told, timed = json.loads((tmp_path / f"ends-{worker}").read_text()), [], []
+        ends, recorded, timed = json.loads((tmp_path / f"ends-{worker}").read_text()), [], []
         for old, now in itertools.pairwise(file.figures):
             if 0 < old.steps < now.steps <= len(ends):
-                told.append(now.step_seconds)
+                recorded.append(now.step_seconds)
                 timed.append((ends[now.steps - 1] - ends[old.steps - 1]) / (now.steps - old.steps))
-        assert len(told) > 5 and statistics.median(told) == pytest.approx(statistics.median(timed), rel=0.02)
+        assert len(recorded) > 5 and statistics.median(recorded) == pytest.approx(statistics.median(timed), rel=0.02)

@@ -375,6 +375,20 @@ def test_two_workers_record_their_rows_their_time_and_their_bytes(pools, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("placement", "transport", "sent"),
+    [
+        ("2x1", "tensorflow", 1),
+        ("2x2", "auto", 1.5),  # A ring of four: each worker sends 2 (4 - 1) / 4 of the gradients.
+        pytest.param("2x1", "auto", 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_bytes_are_known_whatever_carries_them(placement, transport, sent, pools):
+    for told in pools(placement).run(telemetry_checks.bytes_of_a_step, placement, transport):
+        assert told == pytest.approx([sent, sent], rel=0.03)
+
+
+@pytest.mark.slow
 def test_a_worker_traces_the_next_steps_at_each_signal(pools, tmp_path):
     before, after = pools("2x1").run(telemetry_checks.traced_when_asked, str(tmp_path))
     assert before == after  # The tracing worker and its peer have equal weights.

@@ -164,9 +164,9 @@ def traffic_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
 
 _BYTES = (
     "Raw are gradients without compression; without the argument `compression` of the strategy they are not counted. "
-    "All bytes are those of training steps on the workers' own connections: gradients, logs, statistics and headers. "
-    "They are unknown where TensorFlow's collectives carry them, as with GPUs. What a worker sent after its last "
-    "figures, before it was killed, is missing."
+    "All bytes are those of training steps between workers: gradients, logs, statistics and headers. Of workers with "
+    "several devices each they are all bytes on TensorFlow's connections, too. With GPUs they are unknown. What a "
+    "worker sent after its last figures, before it was killed, is missing."
 )
 
 

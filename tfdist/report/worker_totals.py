@@ -26,7 +26,7 @@ class WorkerTotals:
       computing: Part of its training steps in which it computed.
       waiting: Part of its training steps that it spent on exchanges and waits for peers.
       raw_bytes, sent_bytes: Bytes of its gradients before and after compression.
-      network_sent_bytes, network_received_bytes: All bytes on its own connections to peers.
+      network_sent_bytes, network_received_bytes: All bytes on its connections to peers.
       memory: Largest memory of its processes that was seen, in bytes.
       model_bytes: Newest bytes of the variables and gradients on a replica of it, by kind; empty if unknown.
     """

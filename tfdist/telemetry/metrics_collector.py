@@ -118,10 +118,8 @@ class MetricsCollector:
 
     def _of_network(self) -> dict[str, Any]:
         count = getattr(getattr(self._strategy, "extended", None), "sent_and_received_bytes", None)
-        if count is None:
-            return {}
-        sent, received = count()
-        return {"network_sent_bytes": sent, "network_received_bytes": received}
+        counted = None if count is None else count()
+        return {} if counted is None else {"network_sent_bytes": counted[0], "network_received_bytes": counted[1]}
 
     def _of_reports(self) -> dict[str, Any]:
         stragglers = getattr(getattr(self._strategy, "reports", None), "stragglers", None)

@@ -56,8 +56,8 @@ class WorkerMetrics:
       sent_bytes: Bytes of gradients that were sent. Both are known with `compression` only.
       compression_ratio: `raw_bytes` divided by `sent_bytes`, in the last interval.
       residual_norm: Euclidean norm of the residuals of this worker's codecs.
-      network_sent_bytes: All bytes that steps sent over the workers' own connections.
-      network_received_bytes: All bytes that steps received over them.
+      network_sent_bytes: All bytes that steps sent to peers.
+      network_received_bytes: All bytes that steps received from peers.
       restarts: Restarts of the job by `tfdist run` so far.
       progress: Part of the steps of the running `fit` that is done, from 0 to 1. Needs the number of steps of an epoch.
       remaining_seconds: Estimated time until the `fit` ends, at the mean speed of this process.
@@ -187,13 +187,13 @@ METRICS = (
     _total(
         "network_sent_bytes",
         "tfdist_network_sent_bytes_total",
-        "Bytes sent to peers over the workers' own connections",
+        "Bytes sent to peers",
         "traffic/network_sent_bytes",
     ),
     _total(
         "network_received_bytes",
         "tfdist_network_received_bytes_total",
-        "Bytes received from peers over the workers' own connections",
+        "Bytes received from peers",
         "traffic/network_received_bytes",
     ),
     _now("restarts", "tfdist_restarts", "Restarts of the job by tfdist run so far", "progress/restarts"),
