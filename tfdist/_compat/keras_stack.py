@@ -53,6 +53,7 @@ __all__ = [
     "initializer_in_use",
     "is_evaluating",
     "is_keras_call",
+    "is_of_py_datasets",
     "is_peeking",
     "is_predicting",
     "loop_to_distribute",
