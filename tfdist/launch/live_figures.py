@@ -33,6 +33,7 @@ _NAMES = {
     OUTSIDE: "script",
 }
 _LONG_PHASE_SECONDS, _LONG_STEP_SECONDS = 3.0, 10.0
+_SILENT_SECONDS = 5.0  # A worker gives a sign of life every second.
 _JUST_NOW_SECONDS = 2.0
 _URGENT_END, _URGENT_SLOW, _URGENT_WAIT, _CALM = range(4)
 
@@ -143,7 +144,7 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
         return UNKNOWN, False
     if record.sign is not None:
         silent = now - max(record.sign.time, record.time)
-        if silent >= _LONG_STEP_SECONDS:
+        if silent >= _SILENT_SECONDS:
             return f"{NO_SIGN} {short_duration(silent)}", False
     idle = max(0.0, now - record.time)
     has_stepped = record.steps > record.resumed_steps and idle < _JUST_NOW_SECONDS
