@@ -289,7 +289,7 @@ def test_a_stranger_learns_what_failed_when_why_and_the_cost(tmp_path, has_telem
         assert told in re.sub(r" +([.,])", r"\1", text.replace("\N{NO-BREAK SPACE}", " ")), told
     assert ("To record them, give" in text) != has_telemetry and ("2,400 rows" in text) == has_telemetry
     assert ("from 480 kB to 120 kB" in text) == has_telemetry
-    assert ("optimizer state" in text and "All of these" in text) == has_telemetry
+    assert ("Optimizer state" in text and "All of these" in text) == has_telemetry
     assert page.count("<svg") == (4 if has_telemetry else 0)
 
 

@@ -1,5 +1,7 @@
 """Training equals unsharded training if the replicas of a group divide the model, and each group has all of it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,9 @@ import parameter_checks
 import shard_group_checks as checks
 import sharding_checks
 import tfdist
+from launched import nothing_left
 from tfdist.errors import WorkerError
+from tfdist.launch import cli
 
 GROUPS = {"shard_group_size": 2}
 USUAL = {
@@ -174,3 +178,50 @@ def test_unequal_groups_are_refused(pools):
     with pytest.raises(WorkerError) as error:
         pools("1x4").run(sharding_checks.trained, "1x4", "adam", "optimizer", shard_group_size=3)
     assert "got 3 for 1 workers with 4 devices each. Give one of 2, 4." in str(error.value.__cause__)
+
+
+FREEZES = """
+import keras, numpy as np, tensorflow as tf
+import tfdist
+
+strategy = tfdist.MultiWorkerMirroredStrategy(model_sharding="optimizer", shard_group_size=2)
+calls = 0
+
+def freeze():
+    global calls
+    calls += 1
+    if worker == 1 and calls == 20:
+        time.sleep(0.7)  # Meanwhile the other exchanges of this step end.
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return np.int32(0)
+
+@tf.custom_gradient
+def passed(x):
+    def backward(dy):
+        with tf.control_dependencies([tf.numpy_function(freeze, [], tf.int32)]):
+            return tf.identity(dy)
+    return tf.identity(x), backward
+
+class Freezer(keras.layers.Layer):
+    def call(self, x):
+        return passed(x)
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128), Freezer(), keras.layers.Dense(64)])
+    model.compile("adam", "mse", jit_compile=False)
+x = np.ones((4096, 64), "float32")
+model.fit(x, x, batch_size=64, epochs=4, verbose=0)
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_report_of_a_frozen_worker_names_those_of_its_groups_that_waited_for_it(tmp_path, capsys):
+    with nothing_left(tmp_path) as run:
+        code, _, err = run.finish("--workers", 4, "--log-dir", tmp_path / "logs", run.script(FREEZES))
+    assert code != 0, err
+    cli.main(["report", str(tmp_path / "logs"), "--no-html"])
+    out = capsys.readouterr().out
+    missing = re.findall(r"(worker \d.*) was missing from exchange \d+ \(group \d+ of ([^)]*), \d+ bytes", out)
+    assert missing and all(who == "worker 1" in members.split(", ") for who, members in missing), out
+    held_up = re.findall(r"(worker \d.*) had not begun exchange \d+ .* waiting for (worker .*): worker", out)
+    assert all("worker 1" not in who and cause == "worker 1" for who, cause in held_up), out

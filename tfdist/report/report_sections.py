@@ -193,7 +193,12 @@ def _memory(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
     kinds = [kind for kind in MODEL_MEMORY if any(each.model_bytes.get(kind) for each in totals)]
     if kinds:
         yield paragraph(_MEMORY)
-        columns = ("Worker", *(MODEL_MEMORY[kind] for kind in kinds), "All of these", "Largest resident memory")
+        columns = (
+            "Worker",
+            *(MODEL_MEMORY[kind].capitalize() for kind in kinds),
+            "All of these",
+            "Largest resident memory",
+        )
         yield table("Memory", columns, [_memory_row(each, kinds) for each in totals])
 
 
