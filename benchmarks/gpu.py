@@ -8,8 +8,9 @@
   multiplication reads and writes each byte once. Operations are queued one after another. The clock stops when the GPU
   has finished all of them.
 - transformer: the time of a step of `fit` of a language model in mixed_bfloat16. It compares plain Keras with
-  `tfdist.MirroredStrategy` and with TensorFlow's own on the same GPU. The models stay alive and take turns. "Keras
-  again" is a second block of the first model in each round; its ratio is the accuracy. Tracing takes most of the time.
+  `tfdist.MirroredStrategy` and with TensorFlow's own on the same GPU. The models stay alive and take turns. A short and
+  a long `fit` tell the time of a step apart from the time that a `fit` takes to start. "Keras again" is a second
+  measurement of the first model in each round; its ratio is the accuracy. Tracing takes most of the time.
 - transformer_compiled: the same with `jit_compile=True`.
 - shared: the time of a step of two worker processes on the same GPU, with each codec. They exchange by gRPC, through
   the memory of the host, since NCCL refuses two processes on one GPU.
@@ -45,7 +46,9 @@ PARTS = ("shared", "codecs", "transformer", "transformer_compiled")
 flags.DEFINE_list("parts", list(PARTS), "The measurements to make.")
 flags.DEFINE_string("device", "GPU:0", "The device to measure.")
 flags.DEFINE_integer("elements", 100_000_000, "Elements of the row that codecs encode.", 1)
-flags.DEFINE_integer("repeats", 10, "Runs of each codec in a block, and steps of each training in a block.", 1)
+flags.DEFINE_integer(
+    "repeats", 10, "Runs of each codec in a block; steps of a short `fit`. A long one has 5 times as many.", 1
+)
 flags.DEFINE_integer("rounds", 5, "Blocks of each measurement, of which the median counts.", 1)
 flags.DEFINE_integer("layers", 12, "Layers of the language model; 12 have 100 M parameters with its embedding.", 1)
 flags.DEFINE_integer("batch_size", 32, "Rows of 512 tokens in a step of the language model.", 1)
@@ -154,8 +157,8 @@ def language_model() -> keras.Model:
     return keras.Model(inputs, layers.Dense(_VOCABULARY, dtype="float32")(layers.LayerNormalization()(x)))
 
 
-def make_training(strategy: tf.distribute.Strategy | None, jit_compile: bool) -> Callable[[], float]:
-    """Builds the model, and returns a function that trains a block of steps and returns the seconds of a step."""
+def make_training(strategy: tf.distribute.Strategy | None, jit_compile: bool) -> Callable[[int], float]:
+    """Builds the model, and returns a function that trains a number of steps and returns the seconds that it took."""
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else tf.device(FLAGS.device):
         model = language_model()
@@ -164,35 +167,45 @@ def make_training(strategy: tf.distribute.Strategy | None, jit_compile: bool) ->
     tokens = np.random.default_rng(0).integers(_VOCABULARY, size=(FLAGS.batch_size, _LENGTH + 1)).astype("int32")
     data = tf.data.Dataset.from_tensors((tokens[:, :-1], tokens[:, 1:])).repeat()
 
-    def block() -> float:
+    def train(steps: int) -> float:
         start = time.perf_counter()
-        model.fit(data, steps_per_epoch=FLAGS.repeats, verbose=0)
+        model.fit(data, steps_per_epoch=steps, verbose=0)
         float(keras.ops.convert_to_numpy(model.trainable_variables[0])[0, 0])
-        return (time.perf_counter() - start) / FLAGS.repeats
+        return time.perf_counter() - start
 
-    block.parameters = model.count_params()
-    return block
+    train.parameters = model.count_params()
+    return train
+
+
+def step_and_start(train: Callable[[int], float]) -> tuple[float, float]:
+    """The seconds of a step, and those of a `fit` without its steps, from a short and a long one."""
+    few, many = FLAGS.repeats, 5 * FLAGS.repeats
+    short, long = train(few), train(many)
+    step = (long - short) / (many - few)
+    return step, short - few * step
 
 
 def measure_transformer(jit_compile: bool) -> list[dict]:
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    blocks = {}
+    trainings = {}
     strategies = {"tfdist": tfdist.MirroredStrategy, "tf.distribute": tf.distribute.MirroredStrategy}
     for name, strategy in {"Keras": None, **{key: make([FLAGS.device]) for key, make in strategies.items()}}.items():
         start = time.perf_counter()
-        blocks[name] = make_training(strategy, jit_compile)
-        blocks[name]()
+        trainings[name] = make_training(strategy, jit_compile)
+        trainings[name](FLAGS.repeats)
         print(f"{name}: built, traced and trained a first block in {time.perf_counter() - start:.0f} s", flush=True)
-    times: dict[str, list[float]] = {name: [] for name in (*blocks, "Keras again")}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in (*trainings, "Keras again")}
     for _ in range(FLAGS.rounds):
-        for name, seconds in times.items():
-            seconds.append(blocks[name.removesuffix(" again")]())
+        for name, measured in times.items():
+            measured.append(step_and_start(trainings[name.removesuffix(" again")]))
     rows = []
-    for name, seconds in times.items():
-        ratios = [own / plain for own, plain in zip(seconds, times["Keras"], strict=True)]
-        row = {"training": name, "jit_compile": jit_compile, "parameters": blocks["Keras"].parameters}
-        row |= {"step_ms": 1e3 * statistics.median(seconds), "ratio": statistics.median(ratios)}
+    for name, measured in times.items():
+        steps, starts = zip(*measured, strict=True)
+        ratios = [own / plain for own, (plain, _) in zip(steps, times["Keras"], strict=True)]
+        row = {"training": name, "jit_compile": jit_compile, "parameters": trainings["Keras"].parameters}
+        row |= {"step_ms": 1e3 * statistics.median(steps), "ratio": statistics.median(ratios)}
         row |= {"smallest_ratio": min(ratios), "largest_ratio": max(ratios)}
+        row |= {"start_ms": 1e3 * statistics.median(starts)}
         rows.append(row)
         print(row, flush=True)
     keras.utils.clear_session()

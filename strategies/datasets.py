@@ -48,6 +48,14 @@ def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(copied)
 
 
+def are_kept_on_host(dataset: tf.data.Dataset) -> bool:
+    """Returns whether operations on a GPU keep the batches in the memory of the host: those of int32 alone.
+
+    A batch that was fetched to a GPU would be copied back in each step. It is copied for each operation that needs it.
+    """
+    return {getattr(spec, "dtype", None) for spec in tf.nest.flatten(dataset.element_spec)} == {tf.int32}
+
+
 def untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
     """Removes the threads that tune the parallelism of a new distributed iterator's device parts; see `untuned`.
 

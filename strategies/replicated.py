@@ -22,6 +22,7 @@ from tfdist.strategies.datasets import (
     NotedDataset,
     NotedDatasetsFromFunction,
     PeekableDataset,
+    are_kept_on_host,
     owning_memory,
     untuned,
 )
@@ -157,6 +158,8 @@ class ReplicatedStrategy:
             self._examples.put(keras_stack.reader(), row)
         if is_own:
             dataset = auto_shard_policy.divided_one_by_one(dataset)
+        if options is None and self.num_replicas_in_sync == 1 and are_kept_on_host(dataset):
+            options = tf.distribute.InputOptions(experimental_fetch_to_device=False)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if is_own:
             batches = self._longest(auto_shard_policy.batches_of_own(dataset, self.extended._num_workers))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.collectives.host_device import host_of, launched
 from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 
 # In a training step: a batch has arrived; the loss is computed; the share of this replica is known; its gradients are
@@ -28,16 +28,20 @@ class Clock:
     """Times of moments of a replica's current step, such as the arrival of data, in seconds since the epoch."""
 
     def __init__(self, device: str):
-        self._device, self._host = device, host_of(device)
-        with tf.device(self._host):
+        self._device, self.host = device, host_of(device)
+        self._is_on_gpu = "GPU" in device
+        with tf.device(self.host):
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
 
     def begin(self, data: Any) -> Any:
         """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that.
 
         Does not wait for a GPU, which may still update weights for the last step. So it does not pause between steps.
+        There, operations do not wait for the note, which would cost a copy.
         """
         noted = self.known(BEGIN, data)
+        if self._is_on_gpu:
+            return data
         with tf.control_dependencies([noted]):
             return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
 
@@ -47,34 +51,56 @@ class Clock:
         Returns:
           A tensor that exists once the time is noted.
         """
-        after = computed_by(self._device, _tensors_of(after))
+        after = computed_by(self._device, tensors_of(after))
         numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
         return self._note(moment, after, numbers)
 
     def known(self, moment: int, after: Any) -> tf.Tensor:
         """Notes the time when the host knows the tensors in `after`. On a GPU they may still have to be computed.
 
-        This suits tensors that come from the host, such as a batch or the result of an exchange.
+        This suits tensors that come from the host, such as a batch or the result of an exchange. A batch may also be on
+        the host.
         """
-        if "GPU" not in self._device:
+        if not self._is_on_gpu:
             return self.mark(moment, after)
-        return self._note(moment, _tensors_of(after), [])  # A copy of a number would wait for the GPU.
+        tensors = tensors_of(after)
+        on_host = [tensor for tensor in tensors if "CPU" in tensor.device]
+        on_gpu = [tensor for tensor in tensors if "CPU" not in tensor.device]
+        return self._note(moment, [*on_host, *([launched(self._device, on_gpu)] if on_gpu else [])], [])
 
-    def _note(self, moment: int, after: Sequence[tf.Tensor], numbers: Sequence[tf.Tensor]) -> tf.Tensor:
-        with tf.device(self._host):
-            seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
+    def _note(
+        self,
+        moment: int,
+        after: Sequence[tf.Tensor],
+        numbers: Sequence[tf.Tensor],
+        times: tf.Variable | None = None,
+    ) -> tf.Tensor:
+        with tf.device(self.host):
+            # An identity: TensorFlow leaves out a control dependency of a call on its own argument. The call could then
+            # note the time before the argument exists.
+            seen = tf.identity(tf.cast(numbers[0], tf.float64)) if numbers else tf.constant(0.0, tf.float64)
             # Made before the block below, where the constant would take the control dependencies and be folded away.
             which = tf.constant([moment, _SEEN])
             with tf.control_dependencies(after):
-                return _mark(self.times.handle, which, seen)
+                return _mark((self.times if times is None else times).handle, which, seen)
 
     def evaluates(self, data: Any) -> None:
         """Notes when the batch `data` of an evaluation or prediction has arrived, for the watchdog and reports."""
-        self.mark(EVALUATED, data)
+        self.known(EVALUATED, data)
 
     def has_evaluated(self, outputs: Any) -> None:
         """Notes when the `outputs` of an evaluation or prediction exist, for the watchdog."""
         self.mark(TESTED, outputs)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the device still computes a step whose end is noted. Callable in any thread."""
+        return False
+
+    def read(self) -> np.ndarray:
+        """Returns the times of all moments, float64. Python calls it, in any thread."""
+        with tf.device(self.host):  # TensorFlow would copy them to a GPU and back.
+            return self.times.numpy()
 
     def compute_seconds(self) -> tf.Tensor:
         """Returns the seconds that the replica computed in this step, without waits for others, float32 []."""
@@ -108,7 +134,7 @@ class Clock:
 
     def cycle_seconds(self) -> tf.Tensor:
         """Returns the seconds since the last gradient of the step before, float32 []. Called once in a step."""
-        with tf.device(self._host):
+        with tf.device(self.host):
             times = self.times.read_value()
             now, before = times[GRADIENTS], times[_COMPUTED_BEFORE]
             tf.raw_ops.ResourceScatterUpdate(resource=self.times.handle, indices=_COMPUTED_BEFORE, updates=now)
@@ -119,11 +145,12 @@ class Clock:
 
         Notes the end of the step afterwards.
         """
-        with tf.device(self._host):
+        with tf.device(self.host):
             call(self.times.handle, value)
 
 
-def _tensors_of(nest: Any) -> list[tf.Tensor]:
+def tensors_of(nest: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a nest, and the values of its sparse gradients."""
     leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(nest)]
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 

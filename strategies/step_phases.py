@@ -57,6 +57,24 @@ class StepPhases:
         return self.outside + self.input + self.compute + self.exchange
 
 
+def divide_on_gpu(computed_before: float, asked: float, begin: float, computed: float) -> StepPhases:
+    """Returns the phases between the moments at which a GPU has computed a step and the next one.
+
+    TensorFlow asks for the input of a step, and launches its kernels, while the GPU computes the step before. So only
+    the time in which the GPU has no kernels counts as outside of the step or as input.
+
+    Args:
+      computed_before: When the GPU has computed the step before, in seconds since the epoch; 0 without such a step.
+      asked: When the graph asks for input.
+      begin: When the batch has arrived.
+      computed: When the GPU has computed the step.
+    """
+    since = computed_before or min(asked or begin, begin)
+    begin = min(max(begin, since), computed)
+    asked = min(max(asked, since), begin) if asked else begin
+    return StepPhases(asked - since, begin - asked, computed - begin, 0.0)
+
+
 def divide(step: StepMoments) -> StepPhases:
     """Returns the phases of a step. A moment that did not come in this step takes no time.
 

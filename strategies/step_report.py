@@ -29,6 +29,7 @@ from tfdist.events.phase_times import TIMES
 from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
 from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.faults.straggler_watch import StragglerWatch
+from tfdist.strategies.ahead_clock import AheadClock
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
@@ -121,7 +122,8 @@ class StepReports:
             self._stop = tf.Variable(0.0, trainable=False)
             self._links = tf.Variable(tf.zeros([_LINK_NUMBERS]), trainable=False)
             self._traced = tf.Variable(0.0, trainable=False)
-        self._clocks = [Clock(device) for device in devices]
+        is_ahead = num_replicas == 1 and "GPU" in devices[0]
+        self._clocks: list[Clock] = [AheadClock(devices[0])] if is_ahead else [Clock(device) for device in devices]
         recorder.begin()
         recorder.add_state(self._state)
 
@@ -161,8 +163,9 @@ class StepReports:
             numbers = [peer, slowest.rate, slowest.typical, slowest.seconds]
         if numbers != self._published:
             self._published = numbers
-            # A quarter of the time of `assign`.
-            tf.raw_ops.AssignVariableOp(resource=self._links.handle, value=np.array(numbers, np.float32))
+            with tf.device(self._clocks[0].host):  # A copy by way of a GPU would wait for the step.
+                # A quarter of the time of `assign`.
+                tf.raw_ops.AssignVariableOp(resource=self._links.handle, value=np.array(numbers, np.float32))
 
     def doing(self) -> Doing:
         """Returns what this worker does now, for the watchdog. Callable in any thread. Costs a read of a variable."""
@@ -187,13 +190,15 @@ class StepReports:
 
     def part_of(self, execution: Execution) -> str:
         """Returns the present part of a running step function: tracing, waiting for input, computing or exchanging."""
-        times = self._clocks[0].times.numpy()
+        times = self._clocks[0].read()
         asked, agrees, evaluated, tested = (times[place] for place in (ASKED, AGREES, EVALUATED, TESTED))
         begin, loss, share, gradients, end = times[: END + 1]
         begun = max(asked, begin, evaluated)
         has_traced = execution.traced_at is not None and begun < execution.traced_at
         if execution.is_tracing or (has_traced and (execution.is_marked or not execution.reads)):
             return TRACING  # After the trace in Python, TensorFlow optimizes the graph.
+        if self._clocks[0].is_computing:
+            return COMPUTE
         if execution.kind == TRAIN and begin >= execution.since and begin > end:
             return EXCHANGE if gradients >= begin or loss >= begin > share else COMPUTE
         if execution.kind != TRAIN and evaluated >= max(execution.since, asked):
@@ -246,7 +251,7 @@ class StepReports:
     @property
     def evaluated(self) -> float:
         """Time at which the newest batch of an evaluation arrived, in seconds since the epoch; 0 before the first."""
-        return float(self._clocks[0].times.numpy()[EVALUATED])
+        return float(self._clocks[0].read()[EVALUATED])
 
     def phases(self) -> StepPhases:
         """Returns how this worker's first replica spent the time since the end of the step before.
@@ -319,11 +324,18 @@ class StepReports:
 
     def _take(self, model: weakref.ref, totals: np.ndarray, moments: np.ndarray) -> None:
         trained = model()
-        self._trained, self._moments, self._phases = model, moments, None
+        clock = self._clocks[0]
+        self._trained, self._moments = model, moments
+        self._phases = clock.phases_before(moments) if isinstance(clock, AheadClock) else None
         self._count_phases()
         self.activity.stepped()
         self._tell_of_trace(False)
         self.latest, not_finite, read = self._divided(totals)
+        if isinstance(clock, AheadClock):
+            seconds = np.array([[self.phases().compute], [self.phases().input]], np.float32)
+            self.latest = dataclasses.replace(
+                self.latest, compute_seconds=seconds[0], own_seconds=seconds[0], input_seconds=seconds[1]
+            )
         EVENTS.count(self.number)
         if self.num_replicas <= _NOTED:
             times = {"compute_seconds": self.latest.compute_seconds, "own_seconds": self.latest.own_seconds}

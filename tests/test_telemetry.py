@@ -20,7 +20,7 @@ import telemetry_checks
 import tfdist
 from launched import eventually
 from tfdist.errors import ClusterError
-from tfdist.strategies.step_phases import StepMoments, divide
+from tfdist.strategies.step_phases import StepMoments, divide, divide_on_gpu
 from tfdist.strategies.step_report import StepReport
 from tfdist.telemetry import step_tally
 from tfdist.telemetry.json_lines_sink import JsonLinesSink
@@ -85,6 +85,23 @@ def test_the_phases_of_a_step_sum_to_its_time(given, outside, input_, compute, e
     assert (phases.outside, phases.input, phases.compute, phases.exchange) == (outside, input_, compute, exchange)
     if step.ended_before:
         assert phases.seconds == step.end - step.ended_before
+
+
+@pytest.mark.parametrize(
+    ("given", "outside", "input_", "compute"),
+    [
+        ({}, 1, 2, 12),
+        ({"asked": 8, "begin": 9}, 0, 0, 15),  # Launched while the GPU computes the step before.
+        ({"asked": 8}, 0, 3, 12),
+        ({"asked": 0}, 3, 0, 12),  # The graph did not say when it asked.
+        ({"computed_before": 0}, 0, 2, 12),
+        ({"computed_before": 0, "asked": 0}, 0, 0, 12),
+        ({"computed": 12}, 1, 1, 0),  # The clocks of two threads differ.
+    ],
+)
+def test_on_a_gpu_only_time_without_kernels_is_outside_or_input(given, outside, input_, compute):
+    phases = divide_on_gpu(**{"computed_before": 10, "asked": 11, "begin": 13, "computed": 25, **given})
+    assert (phases.outside, phases.input, phases.compute, phases.exchange) == (outside, input_, compute, 0)
 
 
 def test_pauses_are_taken_out_of_the_time_of_callbacks():

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.collectives.host_device import host_of, unfolded
 from tfdist.strategies.collectives.transport import Transport
 
 _OF_SAME_BITS = {tf.int32: tf.float32, tf.int64: tf.float64}
@@ -109,16 +109,23 @@ def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor
     they are computed. Costs one small kernel and one copy. The copy may also wait for kernels that are launched soon
     after, since TensorFlow's copies wait for all that the GPU has been given.
     """
+    if "GPU" not in device:
+        return tensors
+    numbers = last_number(device, tensors)
+    with tf.device(host_of(device)):
+        return [unfolded(number) for number in numbers] or tensors
+
+
+def last_number(device: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns a number on `device` that it computes after all of `tensors`, float64 []; none if it computes none."""
     floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
     numbers = floats or [tensor for tensor in tensors if tensor.dtype.is_integer]
-    if "GPU" not in device or not numbers:
-        return tensors
+    if not numbers:
+        return []
     with tf.device(device), tf.control_dependencies(tensors):
         # TensorFlow would copy integers to the host before it takes the first one. As floats they stay on the GPU.
         number = tf.bitcast(numbers[-1], _OF_SAME_BITS.get(numbers[-1].dtype, numbers[-1].dtype))
-        number = tf.reduce_sum(tf.cast(tf.reshape(number, [-1])[:1], tf.float64))
-    with tf.device(host_of(device)):
-        return [tf.identity(number)]
+        return [tf.reduce_sum(tf.cast(tf.reshape(number, [-1])[:1], tf.float64))]
 
 
 def present_time() -> tf.Tensor:
