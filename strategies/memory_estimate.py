@@ -104,7 +104,7 @@ def estimate_memory(
 
     Makes the model in a graph that is never run, so no weights are allocated and the model may be larger than the
     memory. Takes about as long as building the model. Activations and batches are not counted: they grow with the batch
-    size of a worker. Tables of `tfdist.layers.ShardedEmbedding` count as if each replica had all rows.
+    size of a worker. So do the exchanges of a `tfdist.layers.ShardedEmbedding`, of which the rows of a replica count.
 
         tfdist.estimate_memory(make_model, replicas=4)
 
@@ -164,10 +164,12 @@ def _shapes_of(model: Any, policy: Any) -> ModelShapes:
             optimizer.build(model.trainable_variables)
     known: set[int] = set()
     sparse = {id(each) for each in _embedding_tables(model)}  # Their gradients are sparse, without residuals.
+    tables = {id(each) for each in _embedding_tables(model, divided=True)}
     weights = []
     for variable in model.trainable_variables:
         residual = 0 if id(variable) in sparse else _residual_bytes(variable, policy)
-        weights.append(_weight(variable, optimizers, residual, known))
+        weight = _weight(variable, optimizers, residual, known)
+        weights.append(dataclasses.replace(weight, is_table=id(variable) in tables))
     rest = [each for optimizer in optimizers for each in optimizer.variables if id(each) not in known]
     unique = {id(each): each for each in rest}.values()
     return ModelShapes(tuple(weights), tuple(map(_shape, unique)), tuple(map(_shape, model.non_trainable_variables)))
@@ -192,8 +194,10 @@ def _weight(variable: Any, optimizers: list[Any], residual_bytes: int, known: se
     return TrainedWeight(value, tuple(states), elementwise, needs_whole, tuple(accumulators), residual_bytes)
 
 
-def _embedding_tables(model: keras.Model) -> list[Any]:
+def _embedding_tables(model: keras.Model, *, divided: bool = False) -> list[Any]:
     layers = [each for each in keras_internals.layers_of(model) if isinstance(each, keras.layers.Embedding)]
+    if divided:
+        layers = [each for each in layers if getattr(each, "divides_rows", False)]
     return [variable for layer in layers for variable in layer.trainable_variables]
 
 

@@ -37,6 +37,7 @@ class TrainedWeight:
       needs_whole: Whether the optimizer updates whole weights only, so that the weight cannot be divided.
       accumulators: Gradients that `gradient_accumulation_steps` adds up.
       residual_bytes: Bytes that compression keeps for the replica's own gradient of the weight between steps.
+      is_table: Whether its rows are divided among all replicas, whatever the strategy shards.
     """
 
     value: TensorShape
@@ -45,6 +46,18 @@ class TrainedWeight:
     needs_whole: bool = False
     accumulators: tuple[TensorShape, ...] = ()
     residual_bytes: int = 0
+    is_table: bool = False
+
+    def part_of_table(self, replicas: int) -> "TrainedWeight":
+        """Returns the part of a replica, if the rows are divided; otherwise the weight."""
+        if not self.is_table:
+            return self
+
+        def part(whole: TensorShape) -> TensorShape:
+            return TensorShape(Partition.of_table(whole.shape, replicas).part_shape, whole.item_bytes)
+
+        states, accumulators = (tuple(map(part, each)) for each in (self.states, self.accumulators))
+        return dataclasses.replace(self, value=part(self.value), states=states, accumulators=accumulators)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +73,11 @@ class ModelShapes:
     weights: tuple[TrainedWeight, ...]
     other_state: tuple[TensorShape, ...] = ()
     other: tuple[TensorShape, ...] = ()
+
+    @property
+    def dense(self) -> list[TrainedWeight]:
+        """The weights that replicas exchange as a whole. Exchanges of tables grow with the batch."""
+        return [each for each in self.weights if not each.is_table]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,24 +118,26 @@ def needs_of(model: ModelShapes, replicas: int, group_size: int | None = None) -
       replicas: Number of replicas.
       group_size: Number of replicas that divide the model among themselves; `None` for all.
     """
-    whole = _whole(model, replicas)
+    model = dataclasses.replace(model, weights=tuple(each.part_of_table(replicas) for each in model.weights))
+    whole, dense = _whole(model, replicas), model.dense
     if replicas == 1:
         return {None: whole}
     shards = group_size or replicas
+    of_tables = _bytes(state for each in model.weights if each.is_table for state in each.states)
     # Groups sum encoded gradients as a whole. Otherwise a replica encodes no sum of which it needs only its part.
-    summed_whole = [each.value for each in model.weights if each.residual_bytes and shards < replicas]
-    in_parts = [each.value for each in model.weights if not each.residual_bytes or shards == replicas]
+    summed_whole = [each.value for each in dense if each.residual_bytes and shards < replicas]
+    in_parts = [each.value for each in dense if not each.residual_bytes or shards == replicas]
     residuals = sum(_residuals(each, 1 if each.is_elementwise else replicas) for each in model.weights)
     sharded = dataclasses.replace(
         whole,
-        optimizer_state=_sharded_state(model, shards) + _bytes(model.other_state),
+        optimizer_state=_sharded_state(dense, shards) + of_tables + _bytes(model.other_state),
         residuals=whole.residuals if shards < replicas else residuals,
         # Sums of parts exist beside the gradients. Gathered weights take the memory of the gradients afterwards.
         exchange=_part_bytes(in_parts, shards) + _bytes(summed_whole),
     )
     needs: dict[str | None, MemoryNeed] = {None: whole, "optimizer": sharded}
-    if not any(each.needs_whole or not each.is_elementwise or each.residual_bytes for each in model.weights):
-        needs["parameters"] = _with_parts_of_weights(model, sharded, shards)
+    if not any(each.needs_whole or not each.is_elementwise or each.residual_bytes for each in dense):
+        needs["parameters"] = _with_parts_of_weights(dense, sharded, shards)
     return needs
 
 
@@ -126,15 +146,19 @@ def group_sizes(replicas: int) -> list[int]:
     return [size for size in range(2, replicas + 1) if replicas % size == 0]
 
 
-def _with_parts_of_weights(model: ModelShapes, sharded: MemoryNeed, shards: int) -> MemoryNeed:
-    """Returns the need if large weights are divided too, by that of sharded state."""
-    values = [each.value for each in model.weights]
-    divided = [each for each in values if math.prod(each.shape) >= max(FEWEST_ELEMENTS, shards)]
+def _with_parts_of_weights(dense: Sequence[TrainedWeight], sharded: MemoryNeed, shards: int) -> MemoryNeed:
+    """Returns the need if large weights, and gradients added up for them, are divided too; by that of sharded state."""
+    large = [each for each in dense if math.prod(each.value.shape) >= max(FEWEST_ELEMENTS, shards)]
+    divided = [each.value for each in large]
+    accumulators = [accumulator for each in large for accumulator in each.accumulators]
     parts = sharded.weights - _bytes(divided) + _part_bytes(divided, shards)
+    accumulated = sharded.accumulated_gradients - _bytes(accumulators) + _part_bytes(accumulators, shards)
     in_flight = max((each.bytes for each in divided), default=0)
     # A weight is gathered while the one before is in use, and its gradient exists beside them until it is summed.
     exchange = 2 * max(in_flight, min(AHEAD_BYTES, _bytes(divided)))
-    return dataclasses.replace(sharded, weights=parts, gradients=parts, exchange=exchange)
+    return dataclasses.replace(
+        sharded, weights=parts, gradients=parts, accumulated_gradients=accumulated, exchange=exchange
+    )
 
 
 def _whole(model: ModelShapes, replicas: int) -> MemoryNeed:
@@ -143,7 +167,7 @@ def _whole(model: ModelShapes, replicas: int) -> MemoryNeed:
     return MemoryNeed(
         weights=weights,
         gradients=weights,
-        exchange=weights if exchanges else 0,
+        exchange=_bytes(each.value for each in model.dense) if exchanges else 0,
         optimizer_state=_bytes(state for each in model.weights for state in each.states) + _bytes(model.other_state),
         accumulated_gradients=_bytes(each for weight in model.weights for each in weight.accumulators),
         residuals=sum(_residuals(each, replicas) for each in model.weights) if exchanges else 0,
@@ -157,10 +181,10 @@ def _residuals(weight: TrainedWeight, parts: int) -> int:
     return weight.residual_bytes + of_sum
 
 
-def _sharded_state(model: ModelShapes, shards: int) -> int:
+def _sharded_state(weights: Sequence[TrainedWeight], shards: int) -> int:
     """Returns the bytes of the state of weights on the one of `shards` replicas that has the most of it."""
-    cut = sum(_part_bytes(each.states, shards) for each in model.weights if each.is_elementwise)
-    owned = [each for each in model.weights if not each.is_elementwise]
+    cut = sum(_part_bytes(each.states, shards) for each in weights if each.is_elementwise)
+    owned = [each for each in weights if not each.is_elementwise]
     return cut + _largest_load(owned, shards, lambda each: _bytes(each.states))
 
 

@@ -261,6 +261,24 @@ def parts(placement):
     return shapes, model.distribute_strategy.memory_report()
 
 
+def with_a_table(optimizer):
+    """Returns a model with a large table and a large weight."""
+    table = ShardedEmbedding(10_001, 8)
+    model = keras.Sequential([layers.Input((8,), dtype="int64"), table, layers.Flatten(), layers.Dense(128)])
+    model.compile(OPTIMIZERS[optimizer](), "mse")
+    return model
+
+
+def memory_with_a_table(optimizer, sharding):
+    """Returns the memory report of a strategy with this model only."""
+    place = tfdist.MirroredStrategy(model_sharding=sharding)
+    start_anew()
+    with place.scope():
+        model = with_a_table(optimizer)
+        model.optimizer.build(model.trainable_variables)
+    return place.memory_report()
+
+
 def bad_ids(placement, bad):
     model, (x, y) = built(strategy(placement), "sgd"), data(48)
     x[30, 2] = bad

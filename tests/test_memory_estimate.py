@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+import embedding_checks
 import sharding_checks as checks
 import tfdist
 from tfdist.launch import cli
@@ -152,6 +153,33 @@ def test_the_estimate_equals_the_memory_of_a_job_in_groups(kind, pools):
         assert (need.weights, need.gradients) == (report.weights, report.gradients)
         assert need.optimizer_state == report.optimizer_state < 0.52 * report.whole_optimizer_state
     assert estimate.needs["parameters"].weights < 0.52 * report.whole_weights
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "accumulation"])
+def test_the_estimate_equals_the_memory_of_a_job_with_a_table(optimizer, pools):
+    estimate = tfdist.estimate_memory(lambda: embedding_checks.with_a_table(optimizer), replicas=2)
+
+    for mode, need in estimate.needs.items():
+        report = pools("1x2").run(embedding_checks.memory_with_a_table, optimizer, mode)[0]
+        assert (need.weights, need.gradients) == (report.weights, report.gradients)
+        assert need.optimizer_state == report.optimizer_state
+        assert need.accumulated_gradients == report.accumulated_gradients
+    assert len(estimate.needs) == 3
+    alone = tfdist.estimate_memory(lambda: embedding_checks.with_a_table(optimizer), replicas=1).needs[None]
+    assert alone.weights == 4 * (10_001 * 8 + 64 * 128 + 128)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("group_size", [None, 2])
+@pytest.mark.parametrize("mode", [None, "optimizer", "parameters"])
+def test_rows_of_tables_are_divided_among_all_replicas_and_do_not_count_in_exchanges(mode, group_size):
+    table, dense = weight(10, 4, is_table=True), weight(100, 100)
+
+    both, alone = (needs_of(ModelShapes(each), 4, group_size)[mode] for each in ((table, dense), (dense,)))
+
+    assert both.weights - alone.weights == 3 * 4 * 4
+    assert both.optimizer_state - alone.optimizer_state == 2 * 3 * 4 * 4
+    assert both.exchange == alone.exchange
 
 
 @pytest.mark.unit

@@ -49,6 +49,9 @@ class ShardedEmbedding(keras.layers.Embedding):
       Ivchenko et al., TorchRec: a PyTorch Domain Library for Recommendation Systems, 2022.
     """
 
+    divides_rows = True
+    """Tells `tfdist.estimate_memory` that a replica has a part of the rows only."""
+
     def build(self, input_shape: Any = None) -> None:
         """Makes the table."""
         if getattr(tf.distribute.get_strategy().extended, "tables", None) is not None:
