@@ -127,8 +127,10 @@ class NotedFunction:
         reads = isinstance(given, tf.data.Iterator | tf.distribute.DistributedIterator)
         # Other iterators return an Optional that Keras can only evaluate outside of a graph.
         is_noted = isinstance(given, dataset_internals.NotedIterator)
-        one = is_noted and getattr(self._model(), "steps_per_execution", None) == 1
-        executing = self._activity.executing(self._kind, reads=reads, alone=self._alone(given))
+        is_single = getattr(self._model(), "steps_per_execution", None) == 1
+        one = is_noted and is_single
+        alone = self._alone(given)
+        executing = self._activity.executing(self._kind, reads=reads, alone=alone, is_single=is_single)
         with executing as call, explained(self._activity, call):
             if self._function is None:
                 self._function = self._made()

@@ -201,6 +201,8 @@ class StepReports:
             return COMPUTE
         if execution.kind == TRAIN and begin >= execution.since and begin > end:
             return EXCHANGE if gradients >= begin or loss >= begin > share else COMPUTE
+        if execution.kind == TRAIN and execution.is_single and begin >= execution.since:
+            return EXCHANGE  # Other exchanges of the step, as of new weights, may end after that of its report.
         if execution.kind != TRAIN and evaluated >= max(execution.since, asked):
             return EXCHANGE if tested >= evaluated else COMPUTE
         return EXCHANGE if agrees >= max(execution.since, asked, end) else INPUT

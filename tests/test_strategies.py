@@ -197,12 +197,16 @@ def test_time_before_a_step_counts_for_all_replicas_of_the_process(pools):
         ((3, 4, 5, 1, 2), "compute"),
         ((3, 1, 4, 1, 2), "compute"),
         ((3, 4, 5, 6, 2), "exchange"),
-        ((3, 4, 5, 6, 7), "input"),
+        ((3, 4, 5, 6, 7), "input or exchange"),
+        ((2, 1, 1, 1, 2), "input"),
     ],
 )
-def test_a_step_that_waits_for_peers_reports_it(moments, section):
+@pytest.mark.parametrize("is_single", [True, False])
+def test_a_step_that_waits_for_peers_reports_it(moments, section, is_single):
+    if section == "input or exchange":  # A function with several steps goes on with the next one.
+        section = "exchange" if is_single else "input"
     reports = StepReports(["/device:CPU:0"], 1)
-    execution = Execution(TRAIN, reads=True)
+    execution = Execution(TRAIN, reads=True, is_single=is_single)
     execution.since = 3 - 0.5
     reports.clock(0).times.assign([*moments, *[0] * 6])
     assert reports.part_of(execution) == section

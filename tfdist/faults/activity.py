@@ -34,14 +34,15 @@ class Execution:
     Attributes:
       kind: `TRAIN`, "test" or "predict".
       reads: Whether the function itself reads from an iterator.
+      is_single: Whether it runs one step.
       since: Start of the execution, in seconds since the epoch.
       is_tracing: Whether Python traces the function now.
       traced_at: End of Python's tracing, in seconds since the epoch; `None` without tracing.
       is_marked: Whether the graph of the function notes its requests for input.
     """
 
-    def __init__(self, kind: str, reads: bool):
-        self.kind, self.reads = kind, reads
+    def __init__(self, kind: str, reads: bool, is_single: bool = False):
+        self.kind, self.reads, self.is_single = kind, reads, is_single
         self.since = time.time()
         self.is_tracing = self.is_marked = False
         self.traced_at: float | None = None
@@ -181,20 +182,21 @@ class Activity:
             EVENTS.note("wait", since=since, call=call.name)
 
     @contextlib.contextmanager
-    def executing(self, kind: str, *, reads: bool, alone: str | None) -> Iterator[Call]:
+    def executing(self, kind: str, *, reads: bool, alone: str | None, is_single: bool = False) -> Iterator[Call]:
         """Records for the watchdog that the innermost call of Keras runs one or more steps in TensorFlow in the block.
 
         Args:
           kind: `TRAIN`, "test" or "predict".
           reads: Whether the function itself reads from an iterator.
           alone: Name of the call if it consists of this execution only.
+          is_single: Whether it runs one step.
         """
         call = None if alone else self.call
         single = call is None
         if call is None:
             call = self._new(alone or kind, None)
             self._calls = [*self._calls, call]
-        call.execution = Execution(kind, reads)
+        call.execution = Execution(kind, reads, is_single)
         self.count_time()
         call.ended_step = time.monotonic()
         since, ends, error = time.monotonic_ns(), single, None
