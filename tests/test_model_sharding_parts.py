@@ -144,8 +144,9 @@ class Among:
         return all_reduce_in_order(self, tensor, options)
 
 
-def test_devices_of_a_worker_sum_first():
-    rows = [tf.cast(tf.reshape(tf.range(24), [6, 4]), tf.float32) * (rank + 1) for rank in range(6)]
+@pytest.mark.parametrize("columns", [1, 4])
+def test_devices_of_a_worker_sum_first(columns):
+    rows = [tf.cast(tf.reshape(tf.range(6 * columns), [6, columns]), tf.float32) * (rank + 1) for rank in range(6)]
     total = np.sum(rows, axis=0)
 
     def run(transport, rank):

@@ -37,7 +37,7 @@ class PartExchange:
         elements = rows.shape[1]
         if within is not None:
             rows = sum_in_order(within.all_to_all(tf.reshape(rows, [within.ranks, -1]), options))
-        rows = tf.reshape(rows, [across.ranks, elements]) if rows.shape[0] != across.ranks else rows
+            rows = tf.reshape(rows, [across.ranks, elements])
         return sum_in_order(across.all_to_all(rows, options))
 
     def all_gather(self, row: tf.Tensor, replica: int, options: Any) -> tf.Tensor:
