@@ -14,6 +14,7 @@ from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression_policy import is_uncompressed
 from tfdist.strategies.compression_state import CompressionState
+from tfdist.strategies.eager_exchange import merged
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_tensors import Division, part_of, part_of_slices
 from tfdist.strategies.step import Step
@@ -64,7 +65,7 @@ class GradientReducer:
         if encoded_reducer is not None:
             done = tf.convert_to_tensor(request.optimizer.iterations)
             if tf.executing_eagerly():
-                totals = merged(step, _exchange_eagerly, encoded_reducer, values, done)
+                totals = merged(step, request.what, _exchange_eagerly, encoded_reducer, values, done)
             else:
                 totals = without_heads(
                     _in_one_frame(step, functools.partial(encoded_reducer, step.replica, done=done), values)
@@ -74,7 +75,7 @@ class GradientReducer:
         if tf.executing_eagerly() or not isinstance(self._collectives, Collectives):
             # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
             all_reduce = functools.partial(_all_reduce_eagerly, request.reduce_op, request.options)
-            return without_heads(merged(step, all_reduce, values))
+            return without_heads(merged(step, request.what, all_reduce, values))
         else:
             options = request.options or tf_internals.CommunicationOptions()
             exchange = functools.partial(
@@ -125,11 +126,20 @@ class GradientReducer:
             for i, (total, partition) in enumerate(zip(totals, request.partitions, strict=True))
         ]
 
-    def gather_parts(self, parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Step) -> list[tf.Tensor]:
-        """Gathers tensors of which each replica has its part, given by `partitions`; returns the whole tensors."""
+    def gather_parts(
+        self,
+        parts: Sequence[tf.Tensor],
+        partitions: Sequence[Division],
+        step: Step,
+        what: str = "gather parts of an update",
+    ) -> list[tf.Tensor]:
+        """Gathers tensors of which each replica has its part, given by `partitions`; returns the whole tensors.
+
+        The text `what` says so in error messages.
+        """
         self.check_compiled()
         if tf.executing_eagerly():
-            return merged(step, functools.partial(_gather_eagerly, partitions), list(parts))
+            return merged(step, what, functools.partial(_gather_eagerly, partitions), list(parts))
         gather = functools.partial(self._parts.all_gather_parts, partitions=partitions, replica=step.replica)
         return _in_one_frame(step, gather, list(parts))
 
@@ -190,12 +200,6 @@ def _in_one_frame(step: Step, exchange, values):
     if not step.in_loop:
         return exchange(values)
     return tf.function(lambda own: exchange(own), autograph=False, experimental_attributes={"_noinline": True})(values)
-
-
-def merged(step: Step, function, *args):
-    """Calls a function of the strategy and the arguments of all replicas, for replicas that run one after another."""
-    with step.losses_kept():
-        return tf.distribute.get_replica_context().merge_call(function, args)
 
 
 def _all_reduce_eagerly(reduce_op, options, strategy, values):

@@ -28,6 +28,7 @@ from tfdist.strategies.memory_report import MadeVariables
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.sharding.part_reducer import PartReducer
 from tfdist.strategies.sharding.sharded_state import ShardedState
+from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 from tfdist.strategies.sharding.state_creation import check_is_updated_in_parts, check_model_sharding, make_in_parts
 from tfdist.strategies.sharding.table_update import table_of, update_parts
@@ -47,6 +48,7 @@ class ReplicatedExtended:
     parts_of_all: PartReducer | None = None  # Parts of tables, which are divided among all replicas.
     tables: TableReducer | None = None
     model_sharding: str | None = None
+    divides_weights = False  # Whether the strategy has made a weight or a table that is divided among replicas.
     _num_workers = 1
     _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
@@ -120,6 +122,10 @@ class ReplicatedExtended:
         """The number of replicas, also inside a step for which `num_replicas_in_sync` is 1."""
         return self._num_replicas_in_sync
 
+    def of_all_workers(self, numbers):
+        """Returns the integers of all workers, in the order of workers: one each, or lists of equal length."""
+        return [numbers]
+
     def check_in_company(self):
         """Refuses an operation of all workers if the chief alone has begun it and the cluster has other workers."""
         if self._num_workers > 1:
@@ -140,6 +146,7 @@ class ReplicatedExtended:
             divided = make_in_parts(next_creator, kwargs, self)
             if divided is not None:
                 self.made_variables.add(divided)
+                self.divides_weights |= isinstance(divided, ShardedWeight | ShardedTable)
                 return divided
         trainable = kwargs.get("trainable") is not False
         colocated = kwargs.get("colocate_with") is not None

@@ -103,12 +103,20 @@ class Step:
     @property
     def in_loop(self) -> bool:
         """Whether the operations traced now belong to a `tf.while_loop` in the step."""
+        loops = tf_internals.WhileBodyFuncGraph, tf_internals.WhileCondFuncGraph
+        return any(isinstance(graph, loops) for graph in self._inner_graphs())
+
+    @property
+    def in_branch(self) -> bool:
+        """Whether the operations traced now belong to a branch of a `tf.cond` in the step."""
+        return any(isinstance(graph, tf_internals.CondBranchFuncGraph) for graph in self._inner_graphs())
+
+    def _inner_graphs(self) -> Iterator[Any]:
+        """Yields the graphs inside the step to which the operations traced now belong, innermost first."""
         graph = None if self._graph is None else tf.compat.v1.get_default_graph()
         while graph is not None and graph is not self._graph:
-            if isinstance(graph, tf_internals.WhileBodyFuncGraph | tf_internals.WhileCondFuncGraph):
-                return True
+            yield graph
             graph = getattr(graph, "outer_graph", None)
-        return False
 
     @property
     def arrived(self) -> list[tf.Tensor]:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist._compat import tf_internals
 from tfdist.strategies.collectives import Collectives
-from tfdist.strategies.gradient_reducer import merged
+from tfdist.strategies.eager_exchange import merged
 from tfdist.strategies.sharding.repeated_rows import Detail
 from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.table_exchange import TableExchange
@@ -33,7 +33,7 @@ class TableReducer:
         """
         if step.in_loop:
             raise ValueError(
-                f"A ShardedEmbedding exchanges rows, so all replicas must call it equally often, but {table.name!r} is "
+                f"A ShardedEmbedding exchanges rows, so all replicas must call it equally often, but {table.path!r} is "
                 "looked up in a tf.while_loop or a recurrent layer. Look up all ids before the loop."
             )
         shape = tf.constant(table.partition.shape, tf.int64 if ids.dtype == tf.int64 else tf.int32)
@@ -42,7 +42,8 @@ class TableReducer:
         @tf.custom_gradient
         def looked_up(part):
             if tf.executing_eagerly():
-                rows = merged(step, functools.partial(_on_all_replicas, look_up), part, ids)
+                what = f"look up rows of {table.path!r}"
+                rows = merged(step, what, functools.partial(_on_all_replicas, look_up), part, ids)
             else:
                 rows = look_up(part, ids, replica=step.replica)
 
@@ -69,7 +70,8 @@ class TableReducer:
             return own.values, own.indices, own.dense_shape
 
         everywhere = functools.partial(_on_all_replicas, of_tensors)
-        return tf.IndexedSlices(*merged(step, everywhere, gradient.values, gradient.indices))
+        what = f"sum gradients of rows of {table.path!r}"
+        return tf.IndexedSlices(*merged(step, what, everywhere, gradient.values, gradient.indices))
 
     def look_up_outside(self, table: ShardedTable, ids: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """Returns rows of a table, eagerly and outside of a step. All workers must call this method, with any ids."""

@@ -291,6 +291,52 @@ def _most_at_once(lifetimes):
     return len(lifetimes) - sum(extend(i, set()) for i in range(len(lifetimes)))
 
 
+class Routed(keras.Model):
+    """Runs eagerly, and takes one of two layers by the first row; with `reads_both` it calls both before."""
+
+    def __init__(self, reads_both):
+        super().__init__()
+        self.first, self.second, self.reads_both = layers.Dense(WIDTH), layers.Dense(WIDTH), reads_both
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+
+    def call(self, x):
+        is_first = float(x[0, 0]) > 0
+        if self.reads_both:
+            of_first, of_second = self.first(x), self.second(x)
+            return of_first if is_first else of_second
+        return (self.first if is_first else self.second)(x)
+
+
+def refused_unlike_branches(placement, reads_both):
+    """Trains on a first row per replica that leads to another layer."""
+    start_anew()
+    with strategy(placement, model_sharding="parameters").scope(), small_weights_too():
+        model = Routed(reads_both)
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.build((None, WIDTH))
+        x = np.repeat([[1.0], [-1.0]], 4, axis=0) * np.ones((1, WIDTH), "float32")
+        model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
+
+
+class Conditional(Routed):
+    """Takes one of two layers by the first row, in a graph."""
+
+    def call(self, x):
+        return tf.cond(x[0, 0] > 0, lambda: self.first(x), lambda: self.second(x))
+
+
+def refused_branch():
+    start_anew()
+    place = strategy("1x2", model_sharding="parameters")
+    with place.scope(), small_weights_too():
+        model = Conditional(reads_both=False)
+        model.build((None, WIDTH))
+    place.run(tf.function(lambda: model(tf.ones([2, WIDTH]))))
+
+
 def refused_unknown_loss():
     sharding_checks.train(build("unknown_loss", strategy("1x2", model_sharding="parameters")))
 

@@ -111,16 +111,18 @@ NOT_IN_PARTS = {
     "float8_layers": r"Call `tfdist.step_losses_are\('mean'\)`",
     "gradient_penalty_in_a_step": "Call `tape.gradient` outside of `with tape:`",
     "save_and_load": "load it outside of the strategy's scope, and export it there",
+    **dict.fromkeys(
+        ["parts_for_some_rows_eagerly", "parts_of_unlike_kinds_for_some_rows_eagerly"],
+        "All replicas must read the same divided weights in the same order",
+    ),
     "weights_assigned_in_a_step": "Dimensions must be equal",  # The step computes with gradients, which are parts.
 }
-# With `run_eagerly` nothing checks that all replicas read the same weights, see docs/limits.md.
-UNCHECKED_IN_PARTS = {"parts_for_some_rows_eagerly", "parts_of_unlike_kinds_for_some_rows_eagerly"}
 # The chief alone writes histograms of weights.
 NOT_IN_PARTS_ON_WORKERS = {"callbacks_that_write": "the callback 'TensorBoard' runs on the chief alone"}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in UNCHECKED_IN_PARTS])
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
 def test_weights_in_parts_change_no_result(name, placement, results):
     errors = NOT_IN_PARTS | ({} if placement == "1x2" else NOT_IN_PARTS_ON_WORKERS)

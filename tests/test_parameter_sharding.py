@@ -108,6 +108,7 @@ def test_few_whole_weights_and_gradients_are_in_memory_at_once(pools):
 @pytest.mark.parametrize(
     ("check", "text"),
     [
+        (checks.refused_branch, "Call the layer outside of the branch"),
         (checks.refused_unknown_loss, "tfdist.step_losses_are('mean')"),
         (checks.refused_gradients_of_gradients, "a tape records it"),
         (checks.refused_optimizer, "updates whole weights"),
@@ -118,6 +119,28 @@ def test_few_whole_weights_and_gradients_are_in_memory_at_once(pools):
 def test_what_cannot_work_is_refused(check, text, pools):
     with pytest.raises(WorkerError) as error:
         pools("1x2").run(check)
+    assert text in str(error.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("placement", "reads_both", "text"),
+    [
+        (
+            "1x2",
+            False,
+            "gather the weight 'routed/dense/kernel', and replica 1 to gather the weight 'routed/dense_1/kernel'",
+        ),
+        pytest.param("1x2", True, "replica 0 is about to sum the gradient", marks=pytest.mark.exhaustive),
+        ("2x1", True, "sum the gradient of 'routed/dense/kernel', and replica 1 to sum"),
+        pytest.param("2x1", False, "replica 1 to gather the weight", marks=pytest.mark.exhaustive),
+        pytest.param("2x2", False, "to gather the weight 'routed/dense_1/kernel'", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_parts_of_unlike_weights_are_never_put_together(placement, reads_both, text, pools):
+    """An eager step may take another branch on each replica."""
+    with pytest.raises(WorkerError) as error:
+        pools(placement).run(checks.refused_unlike_branches, placement, reads_both)
+    assert "All replicas must read the same divided weights" in str(error.value.__cause__)
     assert text in str(error.value.__cause__)
 
 

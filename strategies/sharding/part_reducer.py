@@ -34,6 +34,7 @@ class PartReducer:
         self._collectives, self.groups = collectives, groups
         self._exchange = PartExchange(collectives) if groups is None else GroupExchange(collectives, groups)
         self.shards = self._exchange.shards
+        self._gathers: dict[tuple[Division, ...], Any] = {}  # Functions that gather eagerly; tracing them takes long.
 
     def shard_of(self, replica: int) -> int:
         """Returns the number of the parts of a replica of this worker."""
@@ -77,14 +78,20 @@ class PartReducer:
             wholes = [_joined([parts[replica][i] for replica in order], each) for i, each in enumerate(partitions)]
             return [wholes for _ in replicas]
 
-        @tf.function(autograph=False)
-        def gather(everyone):
-            return [
-                self.all_gather_parts(own, partitions=partitions, replica=replica)
-                for replica, own in enumerate(everyone)
-            ]
+        return self._gather_function(tuple(partitions))([list(own) for own in parts])
 
-        return gather([list(own) for own in parts])
+    def _gather_function(self, partitions: tuple[Division, ...]) -> Any:
+        if partitions not in self._gathers:
+
+            @tf.function(autograph=False)
+            def gather(everyone):
+                return [
+                    self.all_gather_parts(own, partitions=partitions, replica=replica)
+                    for replica, own in enumerate(everyone)
+                ]
+
+            self._gathers[partitions] = gather
+        return self._gathers[partitions]
 
 
 def _joined(parts: Sequence[tf.Tensor], partition: Division) -> tf.Tensor:

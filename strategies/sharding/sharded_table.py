@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.strategies.sharding.partition import Partition
@@ -24,18 +25,20 @@ class ShardedTable(ShardedState):
 
     Attributes:
       partition: How the table is divided.
+      path: Path of the table in Keras, for error messages.
     """
 
     partition: Partition
+    path: str
 
     @classmethod
     def make_table(
-        cls, next_creator: Any, kwargs: Mapping[str, Any], shape: tuple[int, ...], initializer: TableInitializer
+        cls, next_creator: Any, kwargs: Mapping[str, Any], made: keras.Variable, initializer: TableInitializer
     ) -> "ShardedTable":
-        """Makes a table and its initial values, a part on each replica of this worker."""
+        """Makes a table and its initial values, a part on each replica of this worker, for a Keras variable."""
         strategy = tf.distribute.get_strategy()
         parts = strategy.extended.parts_of_all
-        partition, dtype = Partition.of_table(shape, parts.shards), tf.as_dtype(kwargs["dtype"])
+        partition, dtype = Partition.of_table(tuple(made.shape), parts.shards), tf.as_dtype(kwargs["dtype"])
         given = options_of_parts(kwargs)
         values = []
         for replica, device in enumerate(strategy.extended.worker_devices):
@@ -45,7 +48,7 @@ class ShardedTable(ShardedState):
                 values.append(next_creator(**{**given, **zeros}))
                 initializer.fill(values[-1], partition, parts.shard_of(replica))
         table = cls(strategy, values, tf.VariableAggregation.NONE)
-        table.weight, table.partition = None, partition
+        table.weight, table.partition, table.path = None, partition, made.path
         return table
 
     def _get(self):
@@ -58,4 +61,4 @@ class ShardedTable(ShardedState):
 
     def _check_outside(self, verb: str, remedy: str) -> None:
         if current_step() is not None and tf.distribute.get_replica_context() is not None:
-            raise ValueError(_REFUSAL.format(verb=verb, name=self.name, remedy=remedy))
+            raise ValueError(_REFUSAL.format(verb=verb, name=self.path, remedy=remedy))

@@ -29,13 +29,16 @@ class ShardedWeight(ShardedState):
 
     Attributes:
       weight: This variable.
+      path: Path of the weight in Keras, for error messages.
     """
 
+    path: str
+
     @classmethod
-    def of_parts(cls, values: Sequence[tf.Variable], strategy: Any, partition: Partition) -> "ShardedWeight":
+    def of_parts(cls, values: Sequence[tf.Variable], strategy: Any, partition: Partition, path: str) -> "ShardedWeight":
         """Makes a weight of the parts `values` of this worker's replicas."""
         weight = cls(strategy, values, tf.VariableAggregation.NONE)
-        weight.weight, weight.partition = weight, partition
+        weight.weight, weight.partition, weight.path = weight, partition, path
         return weight
 
     @property
@@ -62,7 +65,7 @@ class ShardedWeight(ShardedState):
 
     def _get(self) -> Any:
         if tf_internals.is_saving_non_distributed():
-            raise ValueError(_EXPORTED.format(name=self.name))
+            raise ValueError(_EXPORTED.format(name=self.path))
         if keras_internals.in_symbolic_scope():
             return tf.zeros(self.shape, self.dtype)
         if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
@@ -74,7 +77,7 @@ class ShardedWeight(ShardedState):
         alike = step.exchanges.results if step is not None else ()
         if isinstance(value, tf.IndexedSlices) or (tf.is_symbolic_tensor(value) and may_differ(value, alike=alike)):
             raise ValueError(
-                f"With model_sharding='parameters' all replicas must assign the same value to {self.name!r}, but a "
+                f"With model_sharding='parameters' all replicas must assign the same value to {self.path!r}, but a "
                 "step assigns rows of it, or a value that may differ between replicas. Average the value by "
                 "`all_reduce`."
             )
@@ -88,6 +91,11 @@ class ShardedWeight(ShardedState):
             step.gathers.note_assigned(self)
 
 
+_IN_BRANCH = (
+    "With model_sharding='parameters' all replicas must read the weight {name!r} together, but a branch of `tf.cond` "
+    "reads it, which some replicas may not take. Call the layer outside of the branch, and choose a result by "
+    "`keras.ops.where`."
+)
 _EXPORTED = (
     "The weight {name!r} is divided among replicas, so a SavedModel of this model cannot be written. Save it by "
     "`model.save`, load it outside of the strategy's scope, and export it there."
@@ -102,11 +110,13 @@ def is_sharded_weight(variable: Any) -> bool:
 def _read_in_step(weight: ShardedWeight) -> tf.Tensor:
     """Gathers a weight in a replica's step."""
     step = _step()
-    partition, name, key = weight.partition, weight.name, object()  # TensorFlow never releases gradient functions.
+    if step.in_branch and not any(isinstance(each, keras.Optimizer) for each in keras_internals.open_scopes()):
+        raise ValueError(_IN_BRANCH.format(name=weight.path))
+    partition, name, key = weight.partition, weight.path, object()  # TensorFlow never releases gradient functions.
 
     @tf.custom_gradient
     def gathered(part: tf.Tensor) -> Any:
-        return _gathered(part, partition), lambda upstream: _summed_part(upstream, partition, name, key)
+        return _gathered(part, partition, name), lambda upstream: _summed_part(upstream, partition, name, key)
 
     with _outside_of_time_steps(step), tf.control_dependencies(step.gathers.before_first()):
         whole = gathered(tf.identity(weight.own_part.read_value()))
@@ -140,7 +150,8 @@ def _summed_part(upstream: Any, partition: Division, name: str, key: object) -> 
         )
     _gather_again(step, key)
     (gradient,) = step.or_zeros([weighted_for_sum(step, upstream, name)])
-    request = ReductionRequest(tf.distribute.ReduceOp.SUM, [gradient], partitions=[partition])
+    what = f"sum the gradient of {name!r}"
+    request = ReductionRequest(tf.distribute.ReduceOp.SUM, [gradient], partitions=[partition], what=what)
     (part,) = _reducer().reduce(request, step)
     values = part.values if isinstance(part, tf.IndexedSlices) else part
     _note(values)
@@ -162,13 +173,13 @@ def _gather_again(step: Step, key: object) -> None:
     weight: Any = known.weight()
     with tf.control_dependencies(step.gathers.before_second(uses)):
         part = tf.identity(weight.own_part.read_value())
-    again = _gathered(part, weight.partition)
+    again = _gathered(part, weight.partition, weight.path)
     _note(again)
     uses.replace_in_backward(again)
 
 
-def _gathered(part: tf.Tensor, partition: Division) -> tf.Tensor:
-    (whole,) = _reducer().gather_parts([part], [partition], _step())
+def _gathered(part: tf.Tensor, partition: Division, name: str) -> tf.Tensor:
+    (whole,) = _reducer().gather_parts([part], [partition], _step(), f"gather the weight {name!r}")
     return whole
 
 

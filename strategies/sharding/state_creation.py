@@ -45,7 +45,7 @@ def make_in_parts(next_creator: Any, kwargs: Mapping[str, Any], extended: Any) -
     initializer, weight = keras_stack.initializer_in_use(), kwargs.get("colocate_with")
     variable = keras_stack.variable_being_made()
     if variable is not None and isinstance(initializer, TableInitializer):
-        return ShardedTable.make_table(next_creator, kwargs, tuple(variable.shape), initializer)
+        return ShardedTable.make_table(next_creator, kwargs, variable, initializer)
     if extended.model_sharding is not None or isinstance(weight, ShardedTable):
         strategy = tf.distribute.get_strategy()
         division = division_of_state(strategy, kwargs, extended.parts.shards)

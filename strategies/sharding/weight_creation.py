@@ -39,7 +39,7 @@ def make_sharded_weight(next_creator: Any, kwargs: Mapping[str, Any], partition:
 
     The whole initial value exists for a moment, on all workers: the chief makes it, as for whole weights.
     """
-    own = options_of_parts(kwargs)
+    own, made = options_of_parts(kwargs), keras_stack.variable_being_made()
     with tf.init_scope():
         whole = extended.initial_value_of(kwargs)
 
@@ -50,7 +50,7 @@ def make_sharded_weight(next_creator: Any, kwargs: Mapping[str, Any], partition:
                 return next_creator(**{**own, "initial_value": part, "name": name})
 
         values = [make(*each) for each in enumerate(extended.worker_devices)]
-    return ShardedWeight.of_parts(values, extended._container_strategy(), partition)
+    return ShardedWeight.of_parts(values, extended._container_strategy(), partition, "" if made is None else made.path)
 
 
 def _is_overwritten(made: keras.Variable, maker: Any, shape: tuple[int, ...]) -> bool:

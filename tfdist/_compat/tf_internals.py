@@ -60,8 +60,13 @@ from tensorflow.python.distribute import multi_worker_util
 # unclear error.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-# The graphs inside a `tf.while_loop`. Without them: an exchange in a loop on several devices waits forever.
-from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph, WhileCondFuncGraph
+# The graphs inside a `tf.while_loop`. Without them: an exchange in a loop on several devices waits forever. The graph
+# of a branch of `tf.cond`. Without it: no error says that a branch cannot read a divided weight.
+from tensorflow.python.ops.control_flow_v2_func_graphs import (
+    CondBranchFuncGraph,
+    WhileBodyFuncGraph,
+    WhileCondFuncGraph,
+)
 
 # Whether `tf.config.experimental.enable_op_determinism` was called, which forbids timestamps. Without it: `fit` fails.
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -83,6 +88,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveReplicaLauncher",
     "CommunicationOptions",
+    "CondBranchFuncGraph",
     "EagerTensor",
     "FuncGraph",
     "Function",
