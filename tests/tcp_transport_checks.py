@@ -1,5 +1,6 @@
 """Exchanges between two workers in one process, which are connected without TensorFlow."""
 
+import gc
 import itertools
 import os
 import socket
@@ -131,6 +132,16 @@ def eventually(found):
     while not found() and time.monotonic() < deadline:
         time.sleep(0.01)
     return found()
+
+
+@scenario
+def a_graph_that_is_deleted_leaves_no_inboxes(workers):
+    first, _ = workers.exchanges
+    assert len(first._inboxes) == 2, first._inboxes
+    workers.both(sizes=(7, 9, 3))
+    assert len(first._inboxes) == 5, first._inboxes
+    workers._steps.clear()
+    assert eventually(lambda: gc.collect() is not None and not first._inboxes), first._inboxes
 
 
 @scenario

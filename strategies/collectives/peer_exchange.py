@@ -7,6 +7,7 @@ collectives would still run.
 
 import enum
 import functools
+import itertools
 import os
 import queue
 import select
@@ -14,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -75,15 +77,16 @@ class PeerExchange:
         for name, target in [("receive", self._receive), ("watch", self._watch)]:
             threading.Thread(target=target, name=f"tfdist-peers-{name}", daemon=True).start()
         recorder.add_state(self._state)
-        self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange of a graph.
+        self._inboxes: dict[int, tf.queue.FIFOQueue] = {}  # One for each exchange of a graph, as long as the graph.
+        self._numbers = itertools.count()
         # Retraced once for all sizes, since it keeps its traces for the life of the process.
         self._run = tf.function(self._exchanged, autograph=False, reduce_retracing=True)
         self._await_bytes = tf.function(self._awaited, autograph=False)
 
     def limit(self, group: int, workers: Sequence[int]) -> None:
-        """Limits the exchanges of a group of replicas to some workers, this one among them, before any of them begins.
+        """Limits the exchanges of a group of replicas to some workers, this one among them.
 
-        All workers of the group call it before they make variables, which all of them do together.
+        All workers of the group call it before any of them begins an exchange of the group.
         """
         self._members[group] = tuple(workers)
 
@@ -112,15 +115,21 @@ class PeerExchange:
         return self._call(tensor, group, key, token, _Form.SWAP)
 
     def _call(self, rows, group, key, token, form):
-        with tf.init_scope(), tf.device("CPU:0"):
-            inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
-        with self._lock:
-            self._inboxes.append(inbox)
-            place = len(self._inboxes) - 1
+        place, inbox = self._new_inbox()
         members = self._workers_of(group)
         sent = tf.reshape(tf.bitcast(rows, tf.uint8), [len(members) if form is _Form.ALL_TO_ALL else 1, -1])
-        received = self._run(sent, tf.constant([place, group]), key, inbox.queue_ref, token, form, members)
+        received = self._run(sent, tf.constant([place, group]), key, inbox, token, form, members)
         return _like(received, rows, times=len(members) if form is _Form.ALL_GATHER else 1)
+
+    def _new_inbox(self):
+        """Makes an inbox, which lives as long as the graphs that use its handle. Returns its number and its handle."""
+        place = next(self._numbers)
+        with tf.init_scope(), tf.device("CPU:0"):
+            inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
+            handle = tf.identity(inbox.queue_ref)
+        self._inboxes[place] = inbox
+        weakref.finalize(handle, self._inboxes.pop, place, None).atexit = False
+        return place, handle
 
     def _workers_of(self, group):
         """Returns the numbers of the workers that exchange in a group."""
