@@ -106,6 +106,8 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
         if why is None and cls._peers is not None:
             self._cross_device_ops.use(cls._peers)
+            if self.parts is not None and self.parts.groups is not None:
+                self.of_all_workers(0)  # Until all workers know the groups, none may send to a group.
             if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
                 self.carried_bytes = cls._peers.carried_bytes
                 self.sent_and_received_bytes = cls._peers.sent_and_received_bytes

@@ -1,9 +1,13 @@
 """Small trainings on groups of replicas that each have a whole model, which tests run in worker processes."""
 
+import time
+
 import keras
 import numpy as np
 from keras import layers
 
+import sharding_checks
+import tfdist
 from keras_features import start_anew
 from keras_features import strategy_of as strategy
 from strategy_checks import own_index
@@ -35,6 +39,18 @@ def bytes_of_a_step(placement, sharding, group_size):
 def sent(place):
     streams = place.extended._peers._streams
     return {peer: stream.sent for peer, stream in streams.items()}
+
+
+def trained_by_a_second_strategy(options):
+    """Trains with a strategy, then with a second one, which each worker makes and uses at another moment."""
+    results = []
+    for seconds in (0, 1.5):
+        time.sleep(seconds * own_index())
+        place = tfdist.MultiWorkerMirroredStrategy(**options)
+        time.sleep(seconds * (3 - own_index()))
+        model = sharding_checks.build("adam", place)
+        results.append(sharding_checks.results(model, sharding_checks.train(model)))
+    return results
 
 
 INT8 = compression.Int8(min_elements=20, block_size=16)

@@ -82,6 +82,13 @@ def test_groups_exchange_over_each_transport(placement, options, pools):
     assert_close(grouped, whole)
 
 
+@pytest.mark.exhaustive
+def test_a_second_strategy_has_groups_of_its_own(pools):
+    options = {"model_sharding": "optimizer", **GROUPS}
+    for first, second in pools("4x1").run(checks.trained_by_a_second_strategy, options):
+        assert_close([second], [first], tolerance=0)
+
+
 @pytest.mark.parametrize(
     ("placement", "optimizer"), cases(IN_PARTS, {"1x4": ["global_clipnorm", "accumulation"], "2x2": ["muon"]})
 )
