@@ -110,7 +110,11 @@ class GradientReducer:
         if divided:
             partitions = [request.partitions[i] for i in divided]
             exchange = functools.partial(
-                self._parts.reduce_scatter_tensors, partitions=partitions, replica=step.replica, options=request.options
+                self._parts.reduce_scatter_tensors,
+                partitions=partitions,
+                replica=step.replica,
+                options=request.options,
+                cuts=request.cuts,
             )
             own = _in_one_frame(step, exchange, [values[i] for i in divided])
             results = [dict(zip(divided, own, strict=True)).get(i, result) for i, result in enumerate(results)]
@@ -131,16 +135,18 @@ class GradientReducer:
         parts: Sequence[tf.Tensor],
         partitions: Sequence[Division],
         step: Step,
+        *,
         what: str = "gather parts of an update",
+        cuts: bool = True,
     ) -> list[tf.Tensor]:
         """Gathers tensors of which each replica has its part, given by `partitions`; returns the whole tensors.
 
-        The text `what` says so in error messages.
+        The text `what` says so in error messages. See `PartBuckets` for `cuts`.
         """
         self.check_compiled()
         if tf.executing_eagerly():
             return merged(step, what, functools.partial(_gather_eagerly, partitions), list(parts))
-        gather = functools.partial(self._parts.all_gather_parts, partitions=partitions, replica=step.replica)
+        gather = functools.partial(self._parts.all_gather_parts, partitions=partitions, replica=step.replica, cuts=cuts)
         return _in_one_frame(step, gather, list(parts))
 
     def _encodes(self, request):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tfdist.strategies.sharding.ownership import owners
 from tfdist.strategies.sharding.partition import Partition
-from tfdist.strategies.sharding.step_gathers import AHEAD_BYTES
 from tfdist.strategies.sharding.weight_creation import FEWEST_ELEMENTS
+from tfdist.strategies.sharding.work_ahead import AHEAD_BYTES
 
 # From this number of replicas on, the sums of gradients are encoded too, with a residual each.
 _FEWEST_ENCODED_SUMS = 3

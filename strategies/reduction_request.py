@@ -24,4 +24,5 @@ class ReductionRequest:
     # How each value is divided among the replicas, which get their part of the sum; `None` for a whole sum. Empty if no
     # value is divided.
     partitions: Sequence[Division | None] = ()
+    cuts: bool = True  # Whether large values with a partition are cut, see `PartBuckets`.
     what: str = "exchange other values"  # Says in error messages what the replica is about to do.

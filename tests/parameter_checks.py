@@ -14,7 +14,7 @@ import tfdist
 from keras_features import small_weights_too, start_anew
 from keras_features import strategy_of as strategy
 from strategy_checks import own_index
-from tfdist.strategies.sharding import step_gathers
+from tfdist.strategies.sharding import work_ahead
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
 WIDTH = 7
@@ -227,7 +227,7 @@ def alive(number):
         place.extended.reducer, "reduce", lambda request: request.values if any(request.partitions) else []
     )
     start_anew()
-    with place.scope(), small_weights_too(), mock.patch.object(step_gathers, "AHEAD_BYTES", 0):
+    with place.scope(), small_weights_too(), mock.patch.object(work_ahead, "AHEAD_BYTES", 0):
         model = keras.Sequential(
             [layers.Input((WIDTH,)), *(layers.Dense(WIDTH, use_bias=False) for _ in range(number))]
         )
@@ -249,8 +249,8 @@ def _recorded(owner, name, given):
     """Returns a list of the first replica's tensors that a method takes and returns, while it is traced."""
     method, found = getattr(owner, name), []
 
-    def recorded(argument, *args):
-        results = method(argument, *args)
+    def recorded(argument, *args, **kwargs):
+        results = method(argument, *args, **kwargs)
         step = args[-1]
         if step.replica == 0 and not tf.executing_eagerly() and given(argument):
             found.extend(zip(given(argument), results, strict=True))

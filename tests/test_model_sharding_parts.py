@@ -14,7 +14,7 @@ from tfdist.strategies.collectives.in_memory_transport import run_ranks
 from tfdist.strategies.collectives.part_exchange import PartExchange
 from tfdist.strategies.collectives.shard_groups import ShardGroups
 from tfdist.strategies.collectives.stopwatch import Stopwatch
-from tfdist.strategies.collectives.transport import all_reduce_in_order, sum_in_order
+from tfdist.strategies.collectives.transport import Transport, all_reduce_in_order
 from tfdist.strategies.compression import from_name
 from tfdist.strategies.sharding import freed_memory
 from tfdist.strategies.sharding.owner_buckets import OwnerBuckets
@@ -98,6 +98,13 @@ def test_sums_of_parts_have_the_bits_of_an_all_reduce(ranks, kind):
             np.testing.assert_array_equal(whole, total)
 
 
+@pytest.mark.parametrize("tensors", [1, 3])
+def test_large_tensors_travel_in_several_buckets_unless_they_are_kept_whole(tensors):
+    partitions = [Partition.of([4096, 4096], 2)] * tensors
+    assert len(PartBuckets(partitions, tf.float32).columns) == 4 * tensors
+    assert PartBuckets(partitions, tf.float32, cuts=False).columns == [tensors * 4096 * 4096 // 2]
+
+
 @pytest.mark.parametrize("of", [Partition.of, Partition.of_table])
 @pytest.mark.parametrize("shards", SHARDS)
 def test_masks_leave_out_all_padding(shards, of):
@@ -123,7 +130,7 @@ class DevicesAndWorkers:
         return Among(self._all, self._rank, [w * self._devices + replica for w in range(self.ranks)])
 
 
-class Among:
+class Among(Transport):
     """A transport between some of the ranks of another one."""
 
     def __init__(self, transport, rank, members):
@@ -136,9 +143,6 @@ class Among:
     def all_to_all(self, rows, options):
         everyone = self._all.all_gather(rows[None])
         return tf.stack([everyone[i][self._place] for i in self._members])
-
-    def sum_sent_whole(self, tensor, options):
-        return sum_in_order(self.all_gather(tensor[None], options))
 
     def all_reduce(self, tensor, options):
         return all_reduce_in_order(self, tensor, options)

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies.sharding import step_gathers
+from tfdist.strategies.sharding import work_ahead
 from tfdist.strategies.sharding.step_gathers import StepGathers
 from tfdist.strategies.sharding.weight_uses import Uses
 
@@ -38,7 +38,7 @@ def test_only_the_backward_pass_gets_the_second_tensor(dtype):
 
 
 def test_a_gather_waits_for_the_uses_of_all_weights_but_the_last(monkeypatch):
-    monkeypatch.setattr(step_gathers, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(work_ahead, "AHEAD_BYTES", 0)
 
     @tf.function
     def step(weights, rows):

@@ -1,11 +1,12 @@
 """The transports of a worker's replicas to some replicas only, such as those of a group."""
 
+from tfdist.strategies.collectives.replica_transports import ReplicaTransports
 from tfdist.strategies.collectives.shard_groups import Box
 from tfdist.strategies.collectives.transport import Transport
 
 
-class BoxTransports:
-    """The transports between the replicas of a box, which `PartExchange` uses like those between all replicas.
+class BoxTransports(ReplicaTransports):
+    """The transports between the replicas of a box.
 
     Each replica of the worker is in a box of its own or shares one with others. All boxes have the same size and are on
     the same workers.
@@ -16,10 +17,6 @@ class BoxTransports:
 
     Attributes:
       workers: The workers of the boxes.
-      worker: Place of this worker among them.
-      replicas: Number of devices that a box has on each of its workers.
-      spread: The same number if a box is on several workers, so that devices of a worker sum first; otherwise 1.
-      ranks: Number of participants of the exchange after that.
       inside: For each replica of the worker, its transport to the other devices of the box; empty if it has one device.
       between: For each replica of the worker, its transport to the other workers; empty if the box is on one worker.
     """

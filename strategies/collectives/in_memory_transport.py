@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tfdist.strategies.collectives.transport import all_reduce_in_order, sum_in_order
+from tfdist.strategies.collectives.transport import Transport, all_reduce_in_order
 
 _Result = TypeVar("_Result")
 
 
-class InMemoryTransport:
+class InMemoryTransport(Transport):
     """Exchanges tensors with ranks in other threads, eagerly only. Use `run_ranks` to make one for each rank."""
 
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier):
@@ -25,9 +25,6 @@ class InMemoryTransport:
     def all_to_all(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
         del options
         return tf.stack([theirs[self._rank] for theirs in self._exchange(rows)])
-
-    def sum_sent_whole(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
-        return sum_in_order(self.all_gather(tensor[None], options))
 
     def all_reduce(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
         return all_reduce_in_order(self, tensor, options)

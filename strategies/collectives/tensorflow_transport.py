@@ -3,10 +3,10 @@
 import tensorflow as tf
 
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
-from tfdist.strategies.collectives.transport import all_reduce_in_order, sum_in_order
+from tfdist.strategies.collectives.transport import Transport, all_reduce_in_order
 
 
-class TensorFlowTransport:
+class TensorFlowTransport(Transport):
     """The transport of a replica over TensorFlow's collectives.
 
     Args:
@@ -23,9 +23,6 @@ class TensorFlowTransport:
 
     def all_to_all(self, rows, options):
         return tf.ensure_shape(self.launcher.all_to_all(rows, options), rows.shape)
-
-    def sum_sent_whole(self, tensor, options):
-        return sum_in_order(self.all_gather(tensor[None], options))
 
     def all_reduce(self, tensor, options):
         if not self.is_ordered or tf.executing_eagerly():

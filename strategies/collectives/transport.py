@@ -14,6 +14,8 @@ _ROWS_IN_ORDER = 15
 class Transport(Protocol):
     """Moves tensors between the ranks of a group, such as all replicas. Each rank has its own transport.
 
+    Subclasses have `all_gather`, `all_to_all` and `all_reduce`.
+
     All ranks of a group must call the same methods in the same order, with tensors of equal type and shape.
 
     Attributes:
@@ -32,7 +34,7 @@ class Transport(Protocol):
 
     def sum_sent_whole(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
         """Sends a tensor to all ranks. Returns the sum of the tensors of all ranks, in the order of ranks."""
-        ...
+        return sum_in_order(self.all_gather(tensor[None], options))
 
     def all_reduce(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
         """Sums the tensors of all ranks. The sum has the same bits on all ranks."""

@@ -24,25 +24,33 @@ class PartBuckets:
     """The arrangement in buckets of tensors of one dtype that are divided among shards.
 
     A bucket is a matrix with a row for each shard. A row holds the shard's parts of several tensors one after another.
-    A tensor alone, such as a weight that a step reads, is one bucket.
 
     Args:
       partitions: The division of each tensor, all into the same number of parts.
       dtype: Type of all tensors.
       granule: Number of elements that a codec encodes as a unit. Each part in a row is padded to a multiple of it.
       repeats: Whether this padding repeats the last elements of a part instead of zeros.
+      cuts: Whether large tensors are cut, so that one bucket is copied while another travels. Otherwise a bucket takes
+        whole parts of up to 1 GiB. To cut a weight that a step reads and to join it again would take its memory twice.
 
     Attributes:
       columns: Number of elements of a row of each bucket.
     """
 
-    def __init__(self, partitions: Sequence[Partition], dtype: tf.DType, granule: int = 1, *, repeats: bool = False):
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        dtype: tf.DType,
+        granule: int = 1,
+        *,
+        repeats: bool = False,
+        cuts: bool = True,
+    ):
         self._partitions, self._granule, self._repeats = partitions, granule, repeats
         shards = partitions[0].shards
         self._like = [tf.TensorSpec([each.part_elements], dtype) for each in partitions]
         limit = bucket_bytes([tf.TensorSpec(each.shape, dtype) for each in partitions]) // shards
-        if len(partitions) == 1 and granule == 1:  # To cut it and to join it again would take its memory once more.
-            limit = _MOST_BYTES
+        limit = limit if cuts else _MOST_BYTES
         self._buckets = fill_buckets(self._like, limit, granule, part_bytes=part_bytes(shards) // shards)
         self.columns = [sum(segment.padded(granule) for segment in bucket) for bucket in self._buckets]
 

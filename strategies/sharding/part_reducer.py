@@ -41,9 +41,18 @@ class PartReducer:
         return self._exchange.shard_of(replica)
 
     def reduce_scatter_tensors(
-        self, tensors: Sequence[tf.Tensor], *, partitions: Sequence[Division], replica: int, options: Any = None
+        self,
+        tensors: Sequence[tf.Tensor],
+        *,
+        partitions: Sequence[Division],
+        replica: int,
+        options: Any = None,
+        cuts: bool = True,
     ) -> list[tf.Tensor]:
-        """Sums tensors over all replicas. Returns this replica's part of each sum."""
+        """Sums tensors over all replicas. Returns this replica's part of each sum.
+
+        See `PartBuckets` for `cuts`.
+        """
         options = options or tf_internals.CommunicationOptions()
 
         def reduce(group: Sequence[tf.Tensor], buckets: Any) -> list[tf.Tensor]:
@@ -52,12 +61,21 @@ class PartReducer:
             return buckets.separate_parts(rows, self.shard_of(replica))
 
         with tf.device(self._collectives.device(replica)):
-            return _by_kind(tensors, partitions, reduce)
+            return _by_kind(tensors, partitions, reduce, cuts)
 
     def all_gather_parts(
-        self, parts: Sequence[tf.Tensor], *, partitions: Sequence[Division], replica: int, options: Any = None
+        self,
+        parts: Sequence[tf.Tensor],
+        *,
+        partitions: Sequence[Division],
+        replica: int,
+        options: Any = None,
+        cuts: bool = True,
     ) -> list[tf.Tensor]:
-        """Gathers tensors of which each replica has a part. Returns the whole tensors."""
+        """Gathers tensors of which each replica has a part. Returns the whole tensors.
+
+        See `PartBuckets` for `cuts`.
+        """
         options = options or tf_internals.CommunicationOptions()
 
         def gather(group: Sequence[tf.Tensor], buckets: Any) -> list[tf.Tensor]:
@@ -65,7 +83,7 @@ class PartReducer:
             return buckets.separate_tensors([self._exchange.all_gather(each, replica, options) for each in joined])
 
         with tf.device(self._collectives.device(replica)):
-            return _by_kind(parts, partitions, gather)
+            return _by_kind(parts, partitions, gather, cuts)
 
     def gather_eagerly(
         self, parts: Sequence[Sequence[tf.Tensor]], partitions: Sequence[Division]
@@ -86,7 +104,7 @@ class PartReducer:
             @tf.function(autograph=False)
             def gather(everyone):
                 return [
-                    self.all_gather_parts(own, partitions=partitions, replica=replica)
+                    self.all_gather_parts(own, partitions=partitions, replica=replica, cuts=False)
                     for replica, own in enumerate(everyone)
                 ]
 
@@ -104,6 +122,7 @@ def _by_kind(
     tensors: Sequence[tf.Tensor],
     partitions: Sequence[Division],
     exchange: Callable[[Sequence[tf.Tensor], Any], list[tf.Tensor]],
+    cuts: bool,
 ) -> list[tf.Tensor]:
     """Calls `exchange` for the tensors of each dtype and kind of division and their buckets; returns all results."""
     groups: dict[tuple[tf.DType, type], list[int]] = {}
@@ -111,8 +130,8 @@ def _by_kind(
         groups.setdefault((tensor.dtype, type(partition)), []).append(i)
     results = list(tensors)
     for (dtype, kind), group in groups.items():
-        arrange: Any = OwnerBuckets if kind is Ownership else PartBuckets
-        buckets = arrange([partitions[i] for i in group], dtype)
+        divisions: list[Any] = [partitions[i] for i in group]
+        buckets = OwnerBuckets(divisions, dtype) if kind is Ownership else PartBuckets(divisions, dtype, cuts=cuts)
         for i, result in zip(group, exchange([tensors[i] for i in group], buckets), strict=True):
             results[i] = result
     return results

@@ -15,9 +15,9 @@ from tfdist.strategies.sharding.part_clipping import clipped
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight, is_sharded_weight
-from tfdist.strategies.sharding.step_gathers import Pending, but_last
 from tfdist.strategies.sharding.table_update import table_of
 from tfdist.strategies.sharding.weight_part import MatrixPart, WeightPart, tensorflow_variable
+from tfdist.strategies.sharding.work_ahead import WorkAhead
 
 
 def partitions_of(optimizer: Any, variables: Sequence[Any]) -> list[Division | None]:
@@ -54,7 +54,7 @@ class ShardedUpdate:
         self.assigned: list[Any] = []
         self.updated: Any = None
         self._gathered: MatrixPart | None = None
-        self._assigning: list[Pending] = []
+        self._assigning: WorkAhead[tf.Operation] = WorkAhead()
         self._done: set[int] = set()  # The ids of parts that are assigned.
         self.partitions = partitions_of(optimizer, variables)
         check_updates_parts(optimizer, variables)
@@ -101,11 +101,11 @@ class ShardedUpdate:
         if not isinstance(variable, WeightPart) or not is_sharded_weight(variable.whole):
             yield
             return
-        with tf.control_dependencies([each.op for each in but_last(self._assigning)]):
+        with tf.control_dependencies(self._assigning.to_await()):
             yield
             assigning = self._assign(variable)
         if assigning is not None:  # In a graph.
-            self._assigning.append(Pending(assigning, variable.shape.num_elements() * variable.dtype.size))
+            self._assigning.add(assigning, variable.shape.num_elements() * variable.dtype.size)
 
     def gather(self, part: tf.Tensor) -> tf.Tensor:
         """Gathers a tensor that is divided as the weight `updated`, such as its momentum; returns the whole tensor."""
@@ -113,7 +113,7 @@ class ShardedUpdate:
         # If weights are divided, all whole updates may be too large to exist at once, so each waits for the one before.
         with tf.control_dependencies([before.read_value()] if before is not None else []):
             part = tf.identity(part)
-        return gathered([part], [self.updated.partition], self._step)[0]
+        return gathered([part], [self.updated.partition], self._step, cuts=False)[0]
 
     def store(self) -> None:
         """Gathers the parts of all replicas and assigns them to the variables.
@@ -193,6 +193,9 @@ def check_updates_parts(optimizer: Any, variables: Sequence[Any]) -> None:
         )
 
 
-def gathered(parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Any) -> list[tf.Tensor]:
+def gathered(
+    parts: Sequence[tf.Tensor], partitions: Sequence[Division], step: Any, *, cuts: bool = True
+) -> list[tf.Tensor]:
     """Gathers tensors of which each replica has its part: part shapes -> shapes of the partitions."""
-    return tf.distribute.get_strategy().extended.reducer.gather_parts(parts, partitions, step) if parts else []
+    reducer = tf.distribute.get_strategy().extended.reducer
+    return reducer.gather_parts(parts, partitions, step, cuts=cuts) if parts else []

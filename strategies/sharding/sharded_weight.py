@@ -151,7 +151,7 @@ def _summed_part(upstream: Any, partition: Division, name: str, key: object) -> 
     _gather_again(step, key)
     (gradient,) = step.or_zeros([weighted_for_sum(step, upstream, name)])
     what = f"sum the gradient of {name!r}"
-    request = ReductionRequest(tf.distribute.ReduceOp.SUM, [gradient], partitions=[partition], what=what)
+    request = ReductionRequest(tf.distribute.ReduceOp.SUM, [gradient], partitions=[partition], cuts=False, what=what)
     (part,) = _reducer().reduce(request, step)
     values = part.values if isinstance(part, tf.IndexedSlices) else part
     _note(values)
@@ -179,7 +179,7 @@ def _gather_again(step: Step, key: object) -> None:
 
 
 def _gathered(part: tf.Tensor, partition: Division, name: str) -> tf.Tensor:
-    (whole,) = _reducer().gather_parts([part], [partition], _step(), f"gather the weight {name!r}")
+    (whole,) = _reducer().gather_parts([part], [partition], _step(), what=f"gather the weight {name!r}", cuts=False)
     return whole
 
 
