@@ -128,32 +128,58 @@ def _keras_transformer(keras):
     return keras.Model(inputs, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
 
 
+class _Accelerator:
+    """The times at which an accelerator has computed the gradients of the layers of a model, the last layer first.
+
+    A real accelerator has the work of all layers in its queue. So a late processor does not make it later either.
+    """
+
+    def __init__(self):
+        self._begun = 0.0
+
+    def finish(self, layer: int) -> None:
+        """Sleeps until the gradient of a layer is there. The last layer begins the backward pass."""
+        if layer == EMULATED_LAYERS - 1:
+            self._begun = time.monotonic()
+        end = self._begun + EMULATED_SECONDS * (EMULATED_LAYERS - layer) / EMULATED_LAYERS
+        time.sleep(max(0.0, end - time.monotonic()))
+
+
 def _keras_emulated(keras):
     import tensorflow as tf
 
-    def sleep(upstream):
-        time.sleep(EMULATED_SECONDS / EMULATED_LAYERS)
-        return upstream
+    accelerator = _Accelerator()
 
-    @tf.custom_gradient
-    def passed_on(x, weight):
-        def backward(upstream):
-            slept = tf.numpy_function(sleep, [upstream], upstream.dtype)  # Stateful, else TensorFlow would drop it.
-            with tf.control_dependencies([slept]):
-                return tf.ensure_shape(slept, upstream.shape), tf.identity(weight)
+    def passed_on(layer):
+        def finish(upstream):
+            accelerator.finish(layer)
+            return upstream
 
-        return tf.identity(x), backward
+        @tf.custom_gradient
+        def function(x, weight):
+            def backward(upstream):
+                done = tf.numpy_function(finish, [upstream], upstream.dtype)  # Stateful, else TensorFlow would drop it.
+                with tf.control_dependencies([done]):
+                    return tf.ensure_shape(done, upstream.shape), tf.identity(weight)
+
+            return tf.identity(x), backward
+
+        return function
 
     class Emulated(keras.layers.Layer):
-        """Returns its input. The backward pass sleeps, and then returns the weight as its gradient."""
+        """Returns its input. The backward pass waits for the accelerator, and returns the weight as its gradient."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self._passed_on = passed_on(layer)
 
         def build(self, input_shape):
             self.weight = self.add_weight(shape=(EMULATED_WIDTH, EMULATED_WIDTH), name="weight")
 
         def call(self, x):
-            return passed_on(x, tf.convert_to_tensor(self.weight))
+            return self._passed_on(x, tf.convert_to_tensor(self.weight))
 
-    return keras.Sequential([keras.layers.Input((CLASSES,)), *(Emulated() for _ in range(EMULATED_LAYERS))])
+    return keras.Sequential([keras.layers.Input((CLASSES,)), *map(Emulated, range(EMULATED_LAYERS))])
 
 
 def torch_model(name: str) -> Any:
@@ -235,27 +261,31 @@ def _torch_transformer():
 def _torch_emulated():
     import torch
 
+    accelerator = _Accelerator()
+
     class PassedOn(torch.autograd.Function):
         @staticmethod
-        def forward(context, x, weight):
+        def forward(context, x, weight, layer):
             context.save_for_backward(weight)
+            context.layer = layer
             return x.clone()
 
         @staticmethod
         def backward(context, upstream):
-            time.sleep(EMULATED_SECONDS / EMULATED_LAYERS)
-            return upstream, context.saved_tensors[0].detach()
+            accelerator.finish(context.layer)
+            return upstream, context.saved_tensors[0].detach(), None
 
     class Emulated(torch.nn.Module):
-        def __init__(self):
+        def __init__(self, layer):
             super().__init__()
+            self._layer = layer
             self.weight = torch.nn.Parameter(torch.randn(EMULATED_WIDTH, EMULATED_WIDTH) / EMULATED_WIDTH)
 
         def forward(self, x):
-            return PassedOn.apply(x, self.weight)
+            return PassedOn.apply(x, self.weight, self._layer)
 
     class First(torch.nn.Module):
         def forward(self, x):
             return x.requires_grad_()  # Else autograd would not call the backward pass of the first layer in order.
 
-    return torch.nn.Sequential(First(), *(Emulated() for _ in range(EMULATED_LAYERS)))
+    return torch.nn.Sequential(First(), *map(Emulated, range(EMULATED_LAYERS)))

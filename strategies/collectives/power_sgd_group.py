@@ -15,8 +15,9 @@ from tfdist.strategies.compression import PowerSGD
 
 # Compiling takes tenths of a second, which the faster steps do not pay back for smaller matrices.
 _COMPILED_ELEMENTS = 1 << 18
-# Matrices exchanged together. Their factors have a hundredth of the bytes, and an exchange takes about a millisecond.
-_MATRICES_BYTES = 64 << 20
+# Matrices exchanged together, so that the first ones leave while the backward pass still runs. Their factors have a
+# hundredth of the bytes, and an exchange takes about a millisecond.
+_MATRICES_BYTES = 16 << 20
 
 
 class PowerSGDGroup:
