@@ -21,6 +21,7 @@ from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies import distributed_variables
 from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed
+from tfdist.strategies.collectives.exchange_groups import check_exchange_group_size
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
@@ -78,6 +79,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         group only, and only parts of gradients travel between groups; with `compression` whole gradients, encoded. It
         must divide the number of devices of a worker, or be a multiple of it that divides the number of replicas. Equal
         on all workers.
+      exchange_group_size: Number of workers that exchange among themselves first; by default each worker exchanges with
+        all others. Then each worker exchanges with the workers of its group, and with those that have its place in
+        other groups, and has no connections to the rest. `"auto"` makes groups of about the square root of the number
+        of workers, `"host"` groups of those that share a host in TF_CONFIG. Equal on all workers.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them.
 
     Attributes:
@@ -89,7 +94,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or differs from the resolver's.
       ClusterError: If a worker is late, or has another cluster, other versions or another number of devices.
       ValueError: If no codec or transport has the given name, an environment variable is not a valid deadline, or
-        groups of `shard_group_size` are not possible.
+        groups of `shard_group_size` or `exchange_group_size` are not possible.
       TypeError: If `compression` is a function with other arguments.
     """
 
@@ -102,6 +107,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         time_exchanges=False,
         model_sharding=None,
         shard_group_size=None,
+        exchange_group_size=None,
         transport="auto",
         fault_tolerance=None,
     ):
@@ -113,6 +119,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self.shard_group_size = shard_group_size
         check_model_sharding(model_sharding)
         check_shard_group_size(shard_group_size, model_sharding)
+        self.exchange_group_size = exchange_group_size
+        check_exchange_group_size(exchange_group_size)
         if model_sharding == "parameters":
             return_freed_memory()
         self.transport = transport
@@ -126,6 +134,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         extended = MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
+        extended.exchange_in_groups(exchange_group_size)
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if extended._num_workers > 1:

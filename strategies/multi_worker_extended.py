@@ -5,6 +5,7 @@ import functools
 import re
 import socket
 import weakref
+from typing import ClassVar
 
 import keras
 import tensorflow as tf
@@ -23,6 +24,7 @@ from tfdist.network.tls import Tls
 from tfdist.strategies.cluster_join import join
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.collective_launcher import carrier_of
+from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
 from tfdist.strategies.collectives.peer_connections import connect
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.compression import Codec
@@ -54,8 +56,10 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
     # A process joins its cluster once. TensorFlow would join again for a second strategy, at another moment on each
     # worker, and lose the collectives between these moments.
     _has_joined = False
-    # Whether this process has tried to connect to its peers; the transport; the reason for the failure.
-    _has_tried, _peers, _problem = False, None, ""
+    # The workers' own connections of this process, or `None` and the reason for the failure, by the groups for which it
+    # has tried to connect; `None` for connections to all peers.
+    _connected: ClassVar[dict[ExchangeGroups | None, tuple[PeerExchange | None, str]]] = {}
+    _peers = _exchange_groups = None
     carried_bytes = sent_and_received_bytes = link_speeds = None
 
     @property
@@ -83,49 +87,80 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         with watchdog.waiting_for_all("calls of a ShardedEmbedding outside of steps"):
             return super().looked_up(table, ids, dtype)
 
+    def exchange_in_groups(self, group_size):
+        """Makes exchanges go in two levels, by an argument of the strategy; called once, before `connect_peers`.
+
+        Raises:
+          ValueError: If there are no such groups, or exchanges do not use the workers' own connections.
+        """
+        spec, strategy = ClusterSpec.from_env(), self._container_strategy()
+        self._exchange_groups = ExchangeGroups.of(group_size, spec.training_addresses if spec else ())
+        if self._exchange_groups is None:
+            return
+        why = self._why_not_own_connections(strategy.transport)
+        if why is None and len(self._devices) > 1:
+            why = "workers with several devices each exchange sums over TensorFlow's collectives"
+        if why is None and self.model_sharding is not None:
+            why = "model_sharding exchanges parts of weights, for which `shard_group_size` makes groups"
+        if why is not None:
+            raise ValueError(
+                "`exchange_group_size` is for sums over the workers' own connections, but "
+                f"{why}. Leave one of the two out."
+            )
+        self._cross_device_ops.exchange_in(self._exchange_groups)
+
     def connect_peers(self, transport):
         """Makes steps exchange over the workers' own connections if all can connect; GPUs use TensorFlow's collectives.
 
         Raises:
           ClusterError: If TLS is configured, but TensorFlow's collectives would carry the exchanges.
         """
-        cls, tls = MultiWorkerExtended, Tls.from_env()
+        tls, problem = Tls.from_env(), ""
         why = self._why_not_own_connections(transport)
-        if why is None and not cls._has_tried:
-            cls._has_tried = True
-            cls._peers, cls._problem = self._connect_workers()
-            if cls._peers is None and tls is None:
+        if why is None:
+            self._peers, problem = self._own_connections(warns=tls is None)
+        if tls and why is None and len(self._devices) > 1:
+            why = "workers with several devices each exchange sums over TensorFlow's collectives"
+        if tls and (why or self._peers is None):
+            raise ClusterError(_TLS_ERROR.format(why=why or problem))
+        if self._peers is not None:
+            self._cross_device_ops.use(self._peers)
+            if self._exchange_groups is not None or (self.parts is not None and self.parts.groups is not None):
+                self.of_all_workers(0)  # Until all workers know the groups, none may send to a group.
+            if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
+                self.carried_bytes = self._peers.carried_bytes
+                self.sent_and_received_bytes = self._peers.sent_and_received_bytes
+                self.link_speeds = self._peers.link_speeds()
+        if self.sent_and_received_bytes is None and "CPU" in self._devices[0]:
+            self.sent_and_received_bytes = self._count_by_kernel()
+
+    def _own_connections(self, warns):
+        """Returns connections that serve this strategy, made once in a process; or `None` and the reason for that."""
+        known = MultiWorkerExtended._connected
+        if None in known:  # Connections to all peers serve any groups.
+            return known[None]
+        if self._exchange_groups not in known:
+            known[self._exchange_groups] = peers, problem = self._connect_workers()
+            if peers is None and warns:
                 logging.warning(
                     "The exchanges of a step go over gRPC, which takes more processor time, since the workers can "
                     "connect only at the ports of TF_CONFIG: %s. Open the hosts' other ports to each other.",
-                    cls._problem,
+                    problem,
                 )
-        if tls and why is None and len(self._devices) > 1:
-            why = "workers with several devices each exchange sums over TensorFlow's collectives"
-        if tls and (why or cls._peers is None):
-            raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
-        if why is None and cls._peers is not None:
-            self._cross_device_ops.use(cls._peers)
-            if self.parts is not None and self.parts.groups is not None:
-                self.of_all_workers(0)  # Until all workers know the groups, none may send to a group.
-            if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
-                self.carried_bytes = cls._peers.carried_bytes
-                self.sent_and_received_bytes = cls._peers.sent_and_received_bytes
-                self.link_speeds = cls._peers.link_speeds()
-        if self.sent_and_received_bytes is None and "CPU" in self._devices[0]:
-            self.sent_and_received_bytes = self._count_by_kernel()
+        return known[self._exchange_groups]
 
     def _count_by_kernel(self):
         """Returns a function that returns the bytes sent to peers and received, with those of TensorFlow."""
         ports = [split_address(each)[1] for each in ClusterSpec.from_env().training_addresses]
         own = ports.pop(self._id_in_cluster)
-        of_tensorflow, peers = PeerBytes(own, ports), MultiWorkerExtended._peers
+        of_tensorflow = PeerBytes(own, ports)
+        connected = [peers for peers, _ in MultiWorkerExtended._connected.values() if peers is not None]
 
         def count():
             counted = of_tensorflow.sent_and_received()
-            if counted is None or peers is None:
-                return counted
-            return tuple(map(sum, zip(counted, peers.sent_and_received_bytes(), strict=True)))
+            if counted is None:
+                return None
+            return tuple(map(sum, zip(counted, *(each.sent_and_received_bytes() for each in connected), strict=True)))
 
         return count
 
@@ -140,19 +175,22 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         return None
 
     def _connect_workers(self):
-        """Connects all workers with each other. Returns the transport, or `None` and the reason of the failure."""
+        """Connects workers with each other. Returns the connections, or `None` and the reason for the failure."""
         addresses = ClusterSpec.from_env().training_addresses
         names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
         connections, problem = {}, "see the logs of its peers"
+        peers, subject, groups = None, "connections", self._exchange_groups
+        if groups is not None:
+            peers, subject = groups.peers_of(self._id_in_cluster), f"connections in groups of {groups.size}"
         try:
-            connections = connect(self.board, addresses, _CONNECT_SECONDS)
+            connections = connect(self.board, addresses, _CONNECT_SECONDS, peers, subject)
         except (OSError, ClusterError) as error:
             problem = str(error)
         if all(self.of_all_workers(int(bool(connections)))):
             return PeerExchange(self._id_in_cluster, connections, names), ""
         for connection in connections.values():
             connection.close()
-        return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot connect to all peers: {problem}"
+        return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot connect to its peers: {problem}"
 
     @functools.cached_property
     def creations(self):
@@ -234,12 +272,10 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         if self._num_workers > 1:  # Before the first collective, which would wait for ever if setups differ.
             strategy = self._container_strategy()
             transport = self._why_not_own_connections(strategy.transport) or "own connections"
-            self.agreement.on_setup(
-                len(self._devices),
-                _described(strategy.compression),
-                transport,
-                *map(repr, (strategy.model_sharding, strategy.shard_group_size)),
-            )
+            names = ("model_sharding", "shard_group_size", "exchange_group_size")
+            options = {"compression": _described(strategy.compression), "transport": transport}
+            options |= {name: repr(getattr(strategy, name)) for name in names}
+            self.agreement.on_setup(len(self._devices), options)
         self._install_collectives()
 
     def _update_config_proto(self, config_proto):

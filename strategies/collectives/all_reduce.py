@@ -8,12 +8,15 @@ from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.box_transports import BoxTransports
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher, added_up, to_add_up
+from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
+from tfdist.strategies.collectives.grouped_tcp_transport import GroupedTcpTransport
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.collectives.shard_groups import Box
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.tcp_transport import TcpTransport
 from tfdist.strategies.collectives.tensorflow_transport import TensorFlowTransport
 from tfdist.strategies.collectives.transport import Transport, is_sent_whole
+from tfdist.strategies.collectives.two_level_transport import TwoLevelTransport
 
 # Far above the group keys of the strategy's other collectives.
 _HIERARCHY_KEYS = 1 << 10
@@ -48,6 +51,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
         self._keys, self._group_key = collective_keys, group_key
         self._boxes: list[BoxTransports] = []
+        self._levels: list[BoxTransports] = []  # The transports of both levels, if exchanges go in two levels.
         transports = self._make_transports
         # With several devices per worker, a ring crosses the network fewer times.
         self._among_all = transports([group_key] * self.replicas, group_size, is_ordered=self.spread == 1)
@@ -82,6 +86,14 @@ class Collectives(tf_internals.CollectiveAllReduce):
         self._boxes.append(made)
         return made
 
+    def exchange_in(self, groups: ExchangeGroups) -> None:
+        """Makes exchanges over the workers' own connections go in two levels; see `TwoLevelTransport`.
+
+        All workers call this method when the strategy is made, before `use`. Each worker has one device.
+        """
+        boxes = groups.group_of(self.worker), groups.same_place(self.worker)
+        self._levels = [self.among([box]) for box in boxes]
+
     def device(self, replica: int) -> str:
         """Returns the device of a replica of this worker."""
         return self._devices[replica]
@@ -95,8 +107,17 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     def sum_bytes(self, size: int) -> float:
         """Bytes that a replica sends to sum a tensor of `size` bytes over all replicas; see `ring`."""
-        whole = self._among_all[0].is_ordered and is_sent_whole(size, self._group_size)
+        transport = self._among_all[0]
+        if isinstance(transport, GroupedTcpTransport):
+            return transport.levels.sum_bytes(size)
+        whole = transport.is_ordered and is_sent_whole(size, self._group_size)
         return size * (self._group_size - 1 if whole else self.ring)
+
+    @property
+    def relay(self) -> float:
+        """How many times as many bytes `all_to_all` of all replicas sends as if each replica sent to each."""
+        transport = self._among_all[0]
+        return transport.levels.relay if isinstance(transport, GroupedTcpTransport) else 1
 
     def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options=None) -> float:
         """Bytes that a replica sends to sum these tensors uncompressed, for counts of traffic; see `ring`."""
@@ -127,10 +148,16 @@ class Collectives(tf_internals.CollectiveAllReduce):
     def use(self, peers: PeerExchange) -> None:
         """Sends collectives of CPUs over the workers' own connections; with several devices, not all-reduces."""
         of_all: list[tuple[list, list[int] | None]] = [(self._across or self._among_all, None)]
+        if self._levels:
+            of_all = []  # The transports of both levels carry these exchanges.
         for transports, workers in [*of_all, *((box.between, box.workers) for box in self._boxes)]:
             for place, transport in enumerate(transports):
                 if "CPU" in transport.launcher._device:
                     transports[place] = TcpTransport(transport.launcher, transport.is_ordered, peers, workers)
+        if self._levels:
+            levels = TwoLevelTransport(*(level.across_workers(0) for level in self._levels))
+            direct = self._among_all[0]
+            self._among_all[0] = GroupedTcpTransport(direct.launcher, direct.is_ordered, levels)
 
     def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
         """Sets the instance keys of this worker's replicas to the highest of them, after `data` are computed.

@@ -47,7 +47,7 @@ class CodecGroup:
     def sent_bytes(self, collectives: Collectives) -> float:
         """Bytes that a replica sends per step for these gradients, for counts of traffic."""
         parts = [elements // collectives.spread for elements in self._elements]
-        return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
+        return sum(4 * sent_words(self.codec, part, collectives.ranks, collectives.relay) for part in parts)
 
     def exchange(self, gradients, states, replica: int, collectives: Collectives, options: Any, watch: Stopwatch):
         """Returns the sums of the gradients, the new codec states, and whether the sums are finite; `watch` times it.
@@ -154,11 +154,11 @@ def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tupl
     return [(ranks, chunk)] * codec.states, [(1, chunk)] * codec.states
 
 
-def sent_words(codec: WordCodec, elements: int, ranks: int) -> int:
-    """Returns the number of int32 words that one rank sends for a bucket of `elements`."""
+def sent_words(codec: WordCodec, elements: int, ranks: int, relay: float = 1) -> float:
+    """Returns the number of int32 words that one rank sends for a bucket of `elements`; see `Collectives.relay`."""
     if not in_two_shots(codec, ranks):
         return (ranks - 1) * codec.words(elements)
-    return 2 * (ranks - 1) * codec.words(elements // ranks)
+    return (1 + relay) * (ranks - 1) * codec.words(elements // ranks)
 
 
 def all_reduce_encoded(

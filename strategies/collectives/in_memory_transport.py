@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.strategies.collectives.transport import Transport, all_reduce_in_order
@@ -13,28 +14,66 @@ _Result = TypeVar("_Result")
 
 
 class InMemoryTransport(Transport):
-    """Exchanges tensors with ranks in other threads, eagerly only. Use `run_ranks` to make one for each rank."""
+    """Exchanges tensors with ranks in other threads, eagerly only. Use `run_ranks` to make one for each rank.
 
-    def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier):
-        self.ranks, self._rank, self._sent, self._barrier = len(sent), rank, sent, barrier
+    Attributes:
+      ranks: Number of ranks.
+      messages: Number of messages that this rank has sent over this transport.
+    """
+
+    def __init__(self, network: "_Network", members: Sequence[int], rank: int):
+        self.ranks, self._rank, self._network = len(members), rank, network
+        self._place, self._meeting = members.index(rank), network.meeting_of(members)
+        self.messages = 0
+
+    def among(self, members: Sequence[int]) -> "InMemoryTransport":
+        """Returns a transport to some ranks, this one among them; they all call it with the same members."""
+        return InMemoryTransport(self._network, members, self._rank)
 
     def all_gather(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
         del options
-        return tf.concat(self._exchange(rows), axis=0)
+        return tf.constant(np.concatenate(self._exchange(rows)))
 
     def all_to_all(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
         del options
-        return tf.stack([theirs[self._rank] for theirs in self._exchange(rows)])
+        return tf.constant(np.stack([theirs[self._place] for theirs in self._exchange(rows)]))
 
     def all_reduce(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
         return all_reduce_in_order(self, tensor, options)
 
-    def _exchange(self, rows: tf.Tensor) -> list[tf.Tensor]:
-        self._sent[self._rank] = rows
-        self._barrier.wait()
-        received = list(self._sent)
-        self._barrier.wait()  # Until all ranks have read, no rank sends again.
+    def _exchange(self, rows: tf.Tensor) -> list[Any]:
+        sent, barrier = self._meeting
+        sent[self._place] = rows.numpy()  # NumPy takes parts of arrays in a fraction of TensorFlow's time.
+        self.messages += self.ranks - 1
+        barrier.wait()
+        received = list(sent)
+        barrier.wait()  # Until all ranks have read, no rank sends again.
         return received
+
+
+class _Network:
+    """What ranks exchange by: for each group of ranks, a place for the tensor of each rank, and a barrier."""
+
+    def __init__(self, timeout_seconds: float):
+        self._timeout_seconds, self._lock = timeout_seconds, threading.Lock()
+        self._meetings: dict[tuple[int, ...], tuple[list[Any], threading.Barrier]] = {}
+        self._is_aborted = False
+
+    def meeting_of(self, members: Sequence[int]) -> tuple[list[Any], threading.Barrier]:
+        with self._lock:
+            if tuple(members) not in self._meetings:
+                barrier = threading.Barrier(len(members), timeout=self._timeout_seconds)
+                self._meetings[tuple(members)] = [None] * len(members), barrier
+                if self._is_aborted:
+                    barrier.abort()
+            return self._meetings[tuple(members)]
+
+    def abort(self) -> None:
+        """Ends all waits of ranks, now and later."""
+        with self._lock:
+            self._is_aborted = True
+            for _, barrier in self._meetings.values():
+                barrier.abort()
 
 
 def run_ranks(
@@ -48,14 +87,13 @@ def run_ranks(
       Exception: The error of a rank that has failed.
       threading.BrokenBarrierError: If a rank has left out an exchange.
     """
-    sent: list[Any] = [None] * ranks
-    barrier = threading.Barrier(ranks, timeout=timeout_seconds)
+    network = _Network(timeout_seconds)
 
     def run(rank: int) -> _Result:
         try:
-            return rank_function(InMemoryTransport(rank, sent, barrier), rank)
+            return rank_function(InMemoryTransport(network, range(ranks), rank), rank)
         except BaseException:
-            barrier.abort()
+            network.abort()
             raise
 
     with ThreadPoolExecutor(ranks) as pool:

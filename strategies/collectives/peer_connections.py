@@ -5,7 +5,7 @@ import functools
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -25,14 +25,28 @@ _TRY_SECONDS = 3.0
 _SILENCE_SECONDS = 120
 
 
-def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds: float) -> Mapping[int, socket.socket]:
-    """Connects this worker with all peers, at free ports of the hosts in TF_CONFIG. Call it once per process.
+def connect(
+    board: CoordinationStore,
+    addresses: Sequence[str],
+    timeout_seconds: float,
+    peers: Collection[int] | None = None,
+    subject: str = "connections",
+) -> Mapping[int, socket.socket]:
+    """Connects this worker with peers, at free ports of the hosts in TF_CONFIG.
 
     Each worker listens at its host in TF_CONFIG and sends its port and a token to all peers. It connects to the workers
     of lower number, and accepts those of higher number. Both ends prove that they know the token, and the secret of the
     job if there is one.
 
-    Workers exchange ports and tokens in the coordination store `board`. Returns the connections, by number of the peer.
+    Args:
+      board: The coordination store, in which workers exchange ports and tokens.
+      addresses: The addresses of all workers in TF_CONFIG.
+      timeout_seconds: Deadline for all connections.
+      peers: The peers to connect with, which connect with this worker too; by default all.
+      subject: A name for these connections in the store, new in this process.
+
+    Returns:
+      The connections, by number of the peer.
 
     Raises:
       ClusterError: If the secret or the TLS files are invalid.
@@ -40,6 +54,7 @@ def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds:
         TF_CONFIG. The message names the worker.
     """
     deadline = time.monotonic() + timeout_seconds
+    peers = sorted(board.others if peers is None else peers)
     tls = Tls.from_env()
     token = secrets.token_bytes(_TOKEN_BYTES)
     listeners = listen(split_address(addresses[board.worker])[0], 0, backlog=len(addresses))
@@ -47,16 +62,16 @@ def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds:
     admit = functools.partial(_admit, board, _key(token))
     with contextlib.ExitStack() as stack, ConnectionAcceptor(listeners, admit, tls) as reception:
         try:
-            said = board.exchange("connections", [port, token.hex()], timeout_seconds)
+            said = board.exchange(subject, [port, token.hex()], timeout_seconds, peers)
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
         connections: dict[int, socket.socket] = {}
-        for peer in range(board.worker):
+        for peer in (each for each in peers if each < board.worker):
             rest_seconds = max(0.1, deadline - time.monotonic())
             connections[peer] = stack.enter_context(
                 _call(board.worker, peer, addresses[peer], said.get(peer), tls, rest_seconds)
             )
-        while missing := [i for i in range(board.worker + 1, board.workers) if i not in connections]:
+        while missing := [i for i in peers if i > board.worker and i not in connections]:
             guest = reception.next(deadline - time.monotonic())
             if guest is None:
                 raise OSError("not connected in time: " + ", ".join(f"worker {i} at {addresses[i]}" for i in missing))

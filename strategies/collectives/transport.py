@@ -1,5 +1,6 @@
 """The interface through which ranks (replicas or workers) exchange tensors, and sums that any transport can run."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import tensorflow as tf
@@ -60,7 +61,7 @@ def sum_in_order(rows: tf.Tensor) -> tf.Tensor:
     return rows[0] + rows[1] if rows.shape[0] == 2 else tf.reduce_sum(rows, axis=0)
 
 
-def is_sent_whole(size: int, ranks: int) -> bool:
+def is_sent_whole(size: float, ranks: int) -> bool:
     """Whether `all_reduce_in_order` sends a tensor of `size` bytes whole to each rank: two ranks, or a small tensor."""
     return ranks == 2 or size * (ranks - 1) <= _WHOLE_BYTES
 
@@ -71,23 +72,45 @@ def all_reduce_in_order(transport: Transport, tensor: tf.Tensor, options: Any) -
     Each rank sums one part in the order of ranks and sends it to all. Each rank sends 2 (ranks - 1) / ranks of the
     tensor, as in a ring. Small tensors (48 KiB to all other ranks together) are sent whole to each rank.
     """
-    ranks, flat, elements = transport.ranks, tf.reshape(tensor, [-1]), tensor.shape.num_elements()
+    return sum_by_size(
+        tensor,
+        transport.ranks,
+        lambda size: is_sent_whole(size, transport.ranks),
+        lambda flat: transport.sum_sent_whole(flat, options),
+        lambda rows: transport.all_gather(sum_in_order(transport.all_to_all(rows, options)), options),
+    )
 
-    def whole():
-        return transport.sum_sent_whole(flat, options)
 
-    def by_parts():
-        size = tf.size(flat) if elements is None else elements
-        padding = -size % ranks  # 0 needs no operations, if the size is static.
+def sum_by_size(
+    tensor: tf.Tensor,
+    parts: int,
+    is_whole: Callable[[Any], Any],
+    sum_whole: Callable[[tf.Tensor], tf.Tensor],
+    sum_parts: Callable[[tf.Tensor], tf.Tensor],
+) -> tf.Tensor:
+    """Sums a tensor whole or in parts, which its size decides: while the graph runs, if the shape is not static.
+
+    Args:
+      tensor: A tensor of any shape, which the result has too.
+      parts: Number of parts.
+      is_whole: Tells from the number of bytes whether to sum the tensor whole.
+      sum_whole: Sums a tensor: [elements] -> [elements].
+      sum_parts: Sums a tensor that is divided into rows and padded: [parts, n] -> [parts * n].
+    """
+    flat, elements = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
+    size = tf.size(flat) if elements is None else elements
+
+    def in_parts():
+        padding = -size % parts  # 0 needs no operations, if the size is static.
         is_padded = elements is None or padding > 0
-        rows = tf.reshape(tf.pad(flat, [[0, padding]]) if is_padded else flat, [ranks, -1])
-        everyone = transport.all_gather(sum_in_order(transport.all_to_all(rows, options)), options)
-        return everyone[:size] if is_padded else everyone
+        rows = tf.reshape(tf.pad(flat, [[0, padding]]) if is_padded else flat, [parts, -1])
+        return sum_parts(rows)[:size] if is_padded else sum_parts(rows)
 
-    if ranks > 2 and elements is None:  # Decide by the size at run time, as ranks with a static shape do.
-        total = tf.cond(is_sent_whole(tf.size(flat) * tensor.dtype.size, ranks), whole, by_parts)
+    whole = is_whole(size * tensor.dtype.size)
+    if tf.is_tensor(whole):
+        total = tf.cond(whole, lambda: sum_whole(flat), in_parts)
     else:
-        total = whole() if ranks == 2 or is_sent_whole(elements * tensor.dtype.size, ranks) else by_parts()
+        total = sum_whole(flat) if whole else in_parts()
     if elements is not None:
         return tf.reshape(total, tensor.shape)
     return tf.ensure_shape(tf.reshape(total, tf.shape(tensor)), tensor.shape)

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -141,8 +141,10 @@ class CoordinationStore:
         except tf.errors.DeadlineExceededError as error:
             raise ClusterError(self.in_vain(what, absent)) from error
 
-    def exchange(self, subject: str, what: Any, timeout_seconds: float) -> Mapping[int, Any]:
-        """Stores this worker's value for a subject, only once in a process, and reads the values of all workers.
+    def exchange(
+        self, subject: str, what: Any, timeout_seconds: float, workers: Iterable[int] | None = None
+    ) -> Mapping[int, Any]:
+        """Stores this worker's value for a subject, only once in a process, and reads those of `workers`, or of all.
 
         Returns:
           The values by worker, without the workers that write none in time.
@@ -154,7 +156,7 @@ class CoordinationStore:
         with contextlib.suppress(tf.errors.AlreadyExistsError):
             self.say_once(subject, what)
         heard = {}
-        for worker in range(self.workers):
+        for worker in range(self.workers) if workers is None else workers:
             with contextlib.suppress(tf.errors.DeadlineExceededError):
                 heard[worker] = self._await(subject, worker, deadline)
         return heard

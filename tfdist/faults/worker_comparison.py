@@ -43,16 +43,16 @@ class WorkerComparison:
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._verdict: str | None = None
 
-    def on_setup(self, devices: int, compression: str, transport: str, sharding: str, group_size: str) -> None:
-        """Compares the number of devices, the codec, the transport and what is sharded among whom of all workers.
+    def on_setup(self, devices: int, options: Mapping[str, str]) -> None:
+        """Compares the number of devices of all workers, and options of their strategies: values by name.
 
         Raises:
           ClusterError: If the workers differ, or a worker does not come.
         """
-        said = self._exchange("setup", [str(devices), compression, transport, sharding, group_size])
+        said = self._exchange("setup", [str(devices), *options.values()])
         hint = "Hide devices by CUDA_VISIBLE_DEVICES, or make equally many logical CPUs on all workers."
         self._compare({worker: own[:1] for worker, own in said.items()}, "the same number of devices", hint)
-        for place, what in enumerate(("compression", "transport", "model_sharding", "shard_group_size"), start=1):
+        for place, what in enumerate(options, start=1):
             said_of_it = {worker: own[place : place + 1] for worker, own in said.items()}
             self._compare(said_of_it, f"the same {what}", "Give the same in all scripts.")
 
