@@ -134,10 +134,27 @@ def estimate_memory(
             f"`shard_group_size` must be an integer of at least 2 that divides the number of replicas, got "
             f"{shard_group_size!r} for {replicas} replicas. Possible sizes: {possible}."
         )
-    with _random_states_kept(), tf.Graph().as_default():
-        shapes = _shapes_of(make_model(), policy)
+    with unallocated(make_model) as model:
+        shapes = _shapes_of(model, policy)
     needs = {each: needs_of(shapes, replicas, each) for each in sizes} or {1: needs_of(shapes, 1)}
     return MemoryEstimate(replicas, needs[shard_group_size or replicas], shard_group_size, needs)
+
+
+@contextlib.contextmanager
+def unallocated(make_model: Callable[[], keras.Model]) -> Iterator[keras.Model]:
+    """Context with the model that a function makes, in a graph that is never run, so without memory for its weights.
+
+    Raises:
+      ValueError: If the function returns no built model.
+    """
+    with _random_states_kept(), tf.Graph().as_default():
+        model = make_model()
+        if not isinstance(model, keras.Model) or not model.built:
+            raise ValueError(
+                f"The function must return a built model of Keras, got {model!r}. Give the model an `Input`, or call "
+                "`model.build(input_shape)`."
+            )
+        yield model
 
 
 @contextlib.contextmanager
@@ -153,11 +170,6 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _shapes_of(model: Any, policy: Any) -> ModelShapes:
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ValueError(
-            f"The function must return a built model of Keras, got {model!r}. Give the model an `Input`, or call "
-            "`model.build(input_shape)`."
-        )
     optimizers = exchanging_optimizers(model)
     for optimizer in optimizers:
         if not optimizer.built:

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "tfdist/launch/bench_command.py": ["the measurement did not finish within --timeout … s"],
     "tfdist/launch/cli.py": ["TF_CONFIG must be JSON", "and the first one takes nearly all memory of"],
     "tfdist/launch/estimate_command.py": ["MODEL must be a .keras file, FILE.py:FUNCTION or MODULE:FUNCTION"],
+    "tfdist/plan/plan_command.py": ["A calibration needs at least two sizes of each codec"],
     "tfdist/report/report_command.py": ["RUN_DIR must be the folder of a run of tfdist run"],
     "tfdist/launch/supervisor.py": ["the first failure", "every line of each worker"],
     "tfdist/network/connection_acceptor.py": ["A connection from … is closed"],

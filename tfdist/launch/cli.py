@@ -37,6 +37,7 @@ from tfdist.launch.run_terminal import RunTerminal, can_draw_table
 from tfdist.launch.stop_signals import stop_signals
 from tfdist.launch.supervisor import Supervisor, SupervisorOptions
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
+from tfdist.plan import plan_command
 from tfdist.report import report_command
 
 _SAME_REQUEST_SECONDS = 1.0
@@ -406,6 +407,16 @@ _COMMANDS = (
         """,
         estimate_command.add_arguments,
         estimate_command.run,
+    ),
+    _Command(
+        "plan",
+        "predict the time of a step with any number of replicas, and recommend a codec",
+        """
+        tfdist plan model.keras -n 256 --link 10gbit --compute-ms 120
+        tfdist plan train.py:make_model -n 8 --link 1gbit --compute-ms 300 --calibration bench.json --memory 16GB
+        """,
+        plan_command.add_arguments,
+        plan_command.run,
     ),
     _Command(
         "data-service",

@@ -1,0 +1,191 @@
+"""`tfdist plan`: predicted steps by the rules of an all-reduce, the calibration, and the command."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
+from tfdist.plan.job_plan import Job, plan_job
+from tfdist.plan.step_prediction import BUCKET_BYTES, Gradient, PlannedStep, predict_step
+
+FREE = ExchangeCosts(0.0, 0.0, {NONE: 0.0, "int8": 0.0}, "nothing costs time but the link")
+TENSORS = [Gradient(4e6, 4e6)] * 10
+MODEL = """
+import keras
+def make_model():
+    layers = [keras.layers.Dense(1000, use_bias=False) for _ in range(3)]
+    model = keras.Sequential([keras.Input((1000,)), *layers])
+    model.compile("adam", "mse")
+    return model
+def number():
+    return 1
+"""
+
+
+def step(compute=0.1, gradients=TENSORS, codec=NONE, forward_share=0.0):
+    return PlannedStep(compute, gradients, codec, forward_share)
+
+
+@pytest.mark.unit
+def test_one_replica_only_computes():
+    predicted = predict_step(step(), 1, 1e9, DEFAULT_COSTS)
+    assert (predicted.seconds, predicted.efficiency, predicted.sent_bytes, predicted.messages) == (0.1, 1, 0, 0)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("replicas", [2, 3, 16, 1024])
+def test_a_slow_link_takes_the_time_of_its_bytes_after_the_first_gradients(replicas):
+    predicted = predict_step(step(), replicas, 1e8, FREE)
+    sent = 2 * (replicas - 1) / replicas * 40e6
+    # The first bucket has two gradients, since a bucket has at least 4 MiB.
+    assert predicted.sent_bytes == pytest.approx(sent)
+    assert predicted.seconds == pytest.approx(0.02 + sent * 8 / 1e8)
+
+
+@pytest.mark.unit
+def test_a_fast_link_hides_all_but_the_last_bucket():
+    predicted = predict_step(step(), 2, 1e12, FREE)
+    assert 0.1 < predicted.seconds < 0.1001
+    assert predicted.efficiency > 0.999
+
+
+@pytest.mark.unit
+def test_gradients_after_the_forward_pass_leave_less_time_to_hide_the_exchange():
+    seconds = [predict_step(step(forward_share=share), 2, 1e9, FREE).seconds for share in (0.0, 0.3, 0.9)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
+
+
+@pytest.mark.unit
+def test_a_large_gradient_travels_in_parts_once_it_exists():
+    whole = predict_step(step(gradients=[Gradient(40e6, 40e6)]), 2, 1e9, FREE)
+    assert whole.seconds == pytest.approx(0.1 + 0.32)
+    assert whole.messages == 2 * round(40e6 / BUCKET_BYTES)
+
+
+@pytest.mark.unit
+def test_coding_delays_the_computation():
+    costs = ExchangeCosts(0.0, 0.0, {"int8": 1e-9}, "")
+    predicted = predict_step(step(gradients=[Gradient(4e6, 1e6)] * 10, codec="int8"), 2, 1e12, costs)
+    assert predicted.seconds == pytest.approx(0.1 + 40e6 * 1e-9, rel=1e-3)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("link", [1e8, 1e9, 1e10, 1e11])
+def test_efficiency_falls_with_the_number_of_replicas_and_stays_below_the_bounds(link):
+    curve = [predict_step(step(), 1 << power, link, DEFAULT_COSTS) for power in range(13)]
+    assert [each.efficiency for each in curve] == sorted((each.efficiency for each in curve), reverse=True)
+    assert all(each.seconds >= max(0.1, each.sent_bytes * 8 / link) for each in curve)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("replicas", "measured"), [(2, 0.361), (4, 0.556)])
+def test_predictions_are_near_the_steps_that_were_measured(replicas, measured):
+    """An emulated accelerator of 100 ms and 10 gradients, links of 958 Mbit/s."""
+    assert predict_step(step(), replicas, 958e6, DEFAULT_COSTS).seconds == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("link", "recommended"), [(1e12, NONE), (1e9, "int8")])
+def test_the_most_exact_of_the_fastest_codecs_is_recommended(link, recommended):
+    gradients = {NONE: TENSORS, "int8": [Gradient(4e6, 1e6)] * 10, "sign": [Gradient(4e6, 0.99e6)] * 10}
+    plan = plan_job(Job(8, link, 0.1, 1 / 3, gradients), DEFAULT_COSTS)
+    assert plan.recommended.codec == recommended
+    assert [pair[0].replicas for pair in plan.curve] == [1 << power for power in range(13)]
+
+
+def bench_result(path, rows):
+    seconds = [
+        {"compression": name, "bytes": size, "skipped": None, "seconds": {"median": time}} for name, size, time in rows
+    ]
+    skipped = {"compression": "sign", "bytes": 4, "skipped": "too small"}
+    path.write_text(json.dumps({"workers": 2, "machine": {"cpu": "A"}, "rows": [*seconds, skipped]}))
+    return path
+
+
+@pytest.mark.unit
+def test_a_calibration_gives_latency_and_time_of_a_byte(tmp_path):
+    rows = [(NONE, 1000, 0.001), (NONE, 1001000, 0.002), ("int8", 1000, 0.002), ("int8", 1001000, 0.005)]
+    costs = costs_of_bench(bench_result(tmp_path / "bench.json", rows))
+    assert costs.latency_seconds == pytest.approx(0.001, rel=0.01)
+    assert costs.seconds_per_byte(NONE) == pytest.approx(1e-9)
+    assert costs.seconds_per_byte("int8") == pytest.approx(3e-9)
+    assert costs.seconds_per_byte("sign") is None
+    assert "2 workers on A" in costs.source
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no result of `tfdist bench"),
+        ("[]", "no result of `tfdist bench"),
+        ('{"rows": [{}]}', "no result of `tfdist bench"),
+        ('{"rows": []}', "at least two sizes"),
+        (
+            '{"rows": [{"compression": "int8", "bytes": 4, "skipped": null, "seconds": {"median": 1}}]}',
+            "fewer for int8",
+        ),
+    ],
+)
+def test_a_file_that_is_no_calibration_is_refused(tmp_path, text, message):
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        costs_of_bench(tmp_path / "bench.json")
+
+
+def plan(directory, *arguments):
+    (directory / "model.py").write_text(MODEL)
+    command = [sys.executable, "-m", "tfdist", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=directory)
+
+
+def test_the_command_prints_and_writes_its_predictions(tmp_path):
+    options = ["-n", "256", "--link", "1gbit", "--compute-ms", "20", "--compression", "int8,powersgd(4)"]
+    done = plan(tmp_path, "model.py:make_model", *options, "--memory", "1GB", "--json", "plan.json")
+
+    assert done.returncode == 0, done.stderr
+    assert "Recommended: compression='powersgd(4)'" in done.stdout
+    assert "4096" in done.stdout
+    assert "The model fits into 1 GB without sharding." in done.stdout
+    written = json.loads((tmp_path / "plan.json").read_text())
+    by_codec = {each["codec"]: each for each in written["predictions"]}
+    assert by_codec[NONE]["sent_bytes"] == pytest.approx(12e6 * 2 * 255 / 256)
+    assert 3.9 < by_codec[NONE]["sent_bytes"] / by_codec["int8"]["sent_bytes"] < 4
+    assert by_codec["powersgd(4)"]["sent_bytes"] == pytest.approx(3 * 4 * 4 * 2000 * 2 * 255 / 256)
+    assert written["recommended"] == "powersgd(4)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.py:make_model", "--compression", "int9"], "int9"),
+        (["model.py:number"], "must return a built model"),
+        (["model.py:missing"], "no function"),
+        (["model.py:make_model", "--calibration", "none.json"], "none.json"),
+        (["model.py:make_model", "--compute-ms", "0"], "--compute-ms"),
+    ],
+)
+def test_bad_input_is_an_error_with_the_value(tmp_path, arguments, message):
+    done = plan(tmp_path, "-n", "4", "--link", "1gbit", "--compute-ms", "20", *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert sorted(path.name for path in pathlib.Path(tmp_path).iterdir() if path.name != "__pycache__") == ["model.py"]
+
+
+@pytest.mark.exhaustive
+def test_a_measurement_of_this_machine_calibrates_a_plan(tmp_path):
+    options = ["--workers", "2", "--sizes", "1KiB,1MiB", "--compression", "none,int8", "--seconds", "0.2"]
+    command = [sys.executable, "-m", "tfdist", "bench", *options, "--json", str(tmp_path / "bench.json")]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+    done = plan(
+        tmp_path,
+        *["model.py:make_model", "-n", "16", "--link", "1gbit", "--compute-ms", "20"],
+        *["--compression", "int8", "--calibration", "bench.json"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "`tfdist bench` of 2 workers" in done.stdout

@@ -1,0 +1,66 @@
+"""Policy: compares codecs for a job, recommends one, and follows it to more replicas. No TensorFlow and no files."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from tfdist.plan.exchange_costs import NONE, ExchangeCosts
+from tfdist.plan.step_prediction import Gradient, PlannedStep, Prediction, predict_step
+
+LARGEST_CURVE = 4096
+# From the exact exchange to codecs that defer most to later steps. The first of about equally fast ones is recommended.
+_BY_LOSS = (NONE, "float16", "bfloat16", "int8", "int4", "powersgd", "topk", "sign")
+_ABOUT = 1.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job to plan.
+
+    Attributes:
+      replicas: Number of replicas.
+      link_bits: Bits per second that a replica can send.
+      compute_seconds: Forward and backward pass and update of a replica alone.
+      forward_share: Part of this time before the first gradient.
+      gradients: The gradients of the model by name of the codec that encodes them, `"none"` among the names.
+    """
+
+    replicas: int
+    link_bits: float
+    compute_seconds: float
+    forward_share: float
+    gradients: Mapping[str, Sequence[Gradient]]
+
+    def step(self, codec: str, replicas: int, costs: ExchangeCosts) -> Prediction:
+        """Predicts the step with a codec."""
+        step = PlannedStep(self.compute_seconds, self.gradients[codec], codec, self.forward_share)
+        return predict_step(step, replicas, self.link_bits, costs)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlan:
+    """The predictions that `tfdist plan` prints.
+
+    Attributes:
+      predictions: The step with each codec.
+      recommended: The prediction of the recommended codec.
+      curve: Pairs of predictions, without a codec and with the recommended one, for 1, 2, 4, ... replicas.
+    """
+
+    predictions: Sequence[Prediction]
+    recommended: Prediction
+    curve: Sequence[tuple[Prediction, Prediction]]
+
+
+def plan_job(job: Job, costs: ExchangeCosts) -> JobPlan:
+    """Plans a job: predicts the step with each codec, and recommends the most exact one of the fastest."""
+    predictions = [job.step(codec, job.replicas, costs) for codec in job.gradients]
+    limit = _ABOUT * min(each.seconds for each in predictions)
+    recommended = min((each for each in predictions if each.seconds <= limit), key=_loss)
+    counts = [1 << power for power in range(LARGEST_CURVE.bit_length())]
+    curve = [(job.step(NONE, each, costs), job.step(recommended.codec, each, costs)) for each in counts]
+    return JobPlan(predictions, recommended, curve)
+
+
+def _loss(prediction: Prediction) -> int:
+    name = prediction.codec.partition("(")[0]
+    return _BY_LOSS.index(name) if name in _BY_LOSS else len(_BY_LOSS)

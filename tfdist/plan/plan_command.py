@@ -1,0 +1,136 @@
+"""The command `tfdist plan`: predicts the time of a step with any number of replicas, and recommends a codec."""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from tfdist.launch import arguments
+from tfdist.launch.estimate_command import maker_of
+from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
+from tfdist.plan.job_plan import Job, JobPlan, plan_job
+from tfdist.plan.plan_table import assumptions, print_plan
+from tfdist.symlink_safe_file import write_whole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `tfdist plan`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a .keras file, or a function that returns a compiled model: FILE.py:FUNCTION or MODULE:FUNCTION",
+    )
+    parser.add_argument(
+        "--replicas",
+        "-n",
+        type=arguments.positive_int,
+        required=True,
+        metavar="N",
+        help="number of replicas: workers times devices of each",
+    )
+    parser.add_argument(
+        "--link",
+        type=arguments.bit_rate,
+        required=True,
+        metavar="RATE",
+        help="rate at which a replica can send, as in 10gbit",
+    )
+    parser.add_argument(
+        "--compute-ms",
+        type=arguments.seconds,
+        required=True,
+        metavar="MS",
+        help="milliseconds of a step of one replica alone: forward and backward pass and update",
+    )
+    parser.add_argument(
+        "--forward-share",
+        type=_share,
+        default=1 / 3,
+        metavar="F",
+        help="part of --compute-ms before the first gradient exists (default: 0.33)",
+    )
+    parser.add_argument(
+        "--compression",
+        type=arguments.names,
+        default=("float16", "bfloat16", "int8"),
+        metavar="NAME,...",
+        help="codecs that may be recommended; no codec always may (default: float16,bfloat16,int8)",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="results of `tfdist bench --json` on this hardware (default: codecs as fast as on an NVIDIA H100)",
+    )
+    parser.add_argument("--memory", type=arguments.byte_size, metavar="SIZE", help="memory of a replica, as in 16GB")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="file for the predictions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `tfdist plan`, and returns its exit code: 1 if an argument is invalid or the model does not fit."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keeps the tables readable.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # Nothing is computed.
+    from tfdist.plan.model_gradients import gradients_of  # Loads TensorFlow.
+    from tfdist.strategies.memory_estimate import estimate_memory
+
+    try:
+        costs = DEFAULT_COSTS if args.calibration is None else costs_of_bench(args.calibration)
+        codecs = (NONE, *(name for name in args.compression if name != NONE))
+        _check_costs(costs, codecs)
+        if not args.compute_ms:
+            raise ValueError("--compute-ms must be above 0: the time of a step of one replica alone.")
+        make = maker_of(args.model)
+        gradients = gradients_of(make, codecs)
+        memory = None if args.memory is None else estimate_memory(make, args.replicas)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        logging.error("%s", error)
+        return 1
+    job = Job(args.replicas, args.link, args.compute_ms / 1e3, args.forward_share, gradients)
+    plan = plan_job(job, costs)
+    print_plan(plan, job, costs)
+    if args.json is not None:
+        write_whole(args.json, json.dumps(to_json(plan, job, costs), indent=2) + "\n")
+    if memory is None:
+        return 0
+    print(memory.verdict(args.memory))
+    return 0 if memory.fitting(args.memory) else 1
+
+
+def to_json(plan: JobPlan, job: Job, costs: ExchangeCosts) -> dict[str, Any]:
+    """Returns the predictions for JSON, with units in the names."""
+    return {
+        "replicas": job.replicas,
+        "link_bits_per_second": job.link_bits,
+        "recommended": plan.recommended.codec,
+        "predictions": [_row(each) for each in plan.predictions],
+        "curve": [_row(each) for pair in plan.curve for each in dict.fromkeys(pair)],
+        "assumptions": assumptions(job, costs),
+    }
+
+
+def _row(prediction: Any) -> dict[str, Any]:
+    return dataclasses.asdict(prediction) | {"efficiency": prediction.efficiency}
+
+
+def _check_costs(costs: ExchangeCosts, codecs: Sequence[str]) -> None:
+    unknown = [name for name in codecs if costs.seconds_per_byte(name) is None]
+    if unknown:
+        raise ValueError(
+            f"The costs of {', '.join(unknown)} are not known, only those of {', '.join(costs.coding)}. Measure them "
+            f"with `tfdist bench --compression {','.join(codecs)} --json FILE`, and give the file to --calibration."
+        )
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"needs a share from 0 to below 1, got {text}")
+    return value

@@ -1,0 +1,65 @@
+"""The tables of `tfdist plan`, for a terminal."""
+
+from collections.abc import Sequence
+
+import rich.console
+import rich.table
+
+from tfdist.plan.exchange_costs import NONE, ExchangeCosts
+from tfdist.plan.job_plan import Job, JobPlan
+from tfdist.plan.step_prediction import Prediction
+from tfdist.readable_numbers import counted, percent, size, step_time
+
+_BAR = 18  # Characters of the bar of full efficiency.
+
+
+def print_plan(plan: JobPlan, job: Job, costs: ExchangeCosts) -> None:
+    """Prints the predicted steps, the recommended codec, the curve and their assumptions."""
+    console = rich.console.Console()
+    title = f"{counted(job.replicas, 'replica')}, links of {job.link_bits / 1e9:g} Gbit/s"
+    table = _table(title, "codec", "sent", "step", "efficiency", "speed")
+    for each in plan.predictions:
+        speed = f"{each.speedup:,.4g}"
+        table.add_row(each.codec, size(each.sent_bytes), *_cells(each), speed)
+    table.caption = "sent: by a replica in a step; speed: rows per second, as a multiple of one replica"
+    console.print(table)
+    best = plan.recommended
+    advice = "no compression" if best.codec == NONE else f"compression={best.codec!r}"
+    console.print(f"Recommended: {advice}. Predicted step: {step_time(best.seconds)}.")
+    console.print(_curve(plan))
+    console.print("\n".join(assumptions(job, costs)), highlight=False)
+
+
+def assumptions(job: Job, costs: ExchangeCosts) -> list[str]:
+    """Returns the assumptions of the predictions."""
+    return [
+        f"Costs: {costs.source}.",
+        f"A replica alone needs {step_time(job.compute_seconds)} for a step. Gradients appear after "
+        f"{percent(job.forward_share)} of it, from the last layer on, in proportion to their bytes.",
+        "All replicas are equally fast, and each has its own link. The network behind the links carries all of it at "
+        "once. Gradients of embeddings travel whole.",
+    ]
+
+
+def _curve(plan: JobPlan) -> rich.table.Table:
+    codec = plan.recommended.codec
+    names = [NONE] if codec == NONE else [NONE, codec]
+    columns = [f"{what},\n{name}" for name in names for what in ("step", "efficiency")]
+    table = _table("By number of replicas", "replicas", *columns, f"efficiency, {codec}")
+    for pair in plan.curve:
+        shown = pair[: len(names)]
+        cells = [cell for each in shown for cell in _cells(each)]
+        table.add_row(str(pair[0].replicas), *cells, "█" * round(_BAR * shown[-1].efficiency))
+    return table
+
+
+def _cells(prediction: Prediction) -> Sequence[str]:
+    return step_time(prediction.seconds), percent(prediction.efficiency)
+
+
+def _table(title: str, *columns: str) -> rich.table.Table:
+    table = rich.table.Table(title=title, title_justify="left", caption_justify="left")
+    for column in columns:
+        is_text = column == "codec" or column.startswith("efficiency, ")
+        table.add_column(column, justify="left" if is_text else "right")
+    return table
