@@ -37,22 +37,24 @@ class TableReducer:
                 "looked up in a tf.while_loop or a recurrent layer. Look up all ids before the loop."
             )
         shape = tf.constant(table.partition.shape, tf.int64 if ids.dtype == tf.int64 else tf.int32)
-        look_up = functools.partial(self._exchange.look_up, partition=table.partition, dtype=dtype)
+        look_up = functools.partial(self._look_up, table=table, dtype=dtype)
 
         @tf.custom_gradient
-        def looked_up(part):
+        def looked_up(handle):
             if tf.executing_eagerly():
                 what = f"look up rows of {table.path!r}"
-                rows = merged(step, what, functools.partial(_on_all_replicas, look_up), part, ids)
+                rows = merged(step, what, functools.partial(_on_all_replicas, look_up), handle, ids)
             else:
-                rows = look_up(part, ids, replica=step.replica)
+                rows = look_up(handle, ids, replica=step.replica)
 
             def gradient(upstream):
-                return tf.IndexedSlices(tf.cast(upstream, part.dtype), ids, shape)
+                return tf.IndexedSlices(tf.cast(upstream, table.dtype), ids, shape)
 
             return rows, gradient
 
-        rows = looked_up(table.values[step.replica].read_value())
+        part = table.values[step.replica]
+        tf.gather(part, tf.zeros([0], tf.int32))  # So that gradient tapes watch the variable.
+        rows = looked_up(part.handle)
         if tf.is_symbolic_tensor(rows):
             step.exchanges.results.add(rows.ref())
         return rows
@@ -75,9 +77,17 @@ class TableReducer:
 
     def look_up_outside(self, table: ShardedTable, ids: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """Returns rows of a table, eagerly and outside of a step. All workers must call this method, with any ids."""
-        parts = [part.read_value() for part in table.values]
-        look_up = functools.partial(self._exchange.look_up, partition=table.partition, dtype=dtype)
-        return _run_all(look_up, [(part, ids[:0] if i else ids) for i, part in enumerate(parts)])[0]
+        look_up = functools.partial(self._look_up, table=table, dtype=dtype)
+        return _run_all(look_up, [(part.handle, ids[:0] if i else ids) for i, part in enumerate(table.values)])[0]
+
+    def _look_up(
+        self, handle: tf.Tensor, ids: tf.Tensor, *, table: ShardedTable, dtype: tf.DType, replica: int
+    ) -> tf.Tensor:
+        def rows_of_part(rows: tf.Tensor) -> tf.Tensor:
+            # Reads only these rows. A read of the variable would copy it after the first assignment of rows.
+            return tf.raw_ops.ResourceGather(resource=handle, indices=rows, dtype=table.dtype)
+
+        return self._exchange.look_up(rows_of_part, ids, partition=table.partition, replica=replica, dtype=dtype)
 
 
 def _on_all_replicas(function: Callable[..., Any], strategy: Any, *values: Any) -> Any:

@@ -1,5 +1,7 @@
 """Exchanges rows of tables whose rows are divided among replicas: lookups, and gradients that travel to the owners."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
@@ -24,12 +26,18 @@ class TableExchange:
         self._options = tf_internals.CommunicationOptions()
 
     def look_up(
-        self, part: tf.Tensor, ids: tf.Tensor, *, partition: Partition, replica: int, dtype: tf.DType
+        self,
+        rows_of_part: Callable[[tf.Tensor], tf.Tensor],
+        ids: tf.Tensor,
+        *,
+        partition: Partition,
+        replica: int,
+        dtype: tf.DType,
     ) -> tf.Tensor:
         """Returns rows of a table: ids [n] -> [n, ...] of type `dtype`, in which the rows travel.
 
         Args:
-          part: The part of the table that `replica` has.
+          rows_of_part: Returns rows of the part of the table that `replica` has: numbers of rows [k] -> [k, ...].
           ids: Numbers of rows, which may repeat.
           partition: How the table is divided.
           replica: Number of the replica within its worker.
@@ -44,7 +52,7 @@ class TableExchange:
             routes = self._routes(unique, partition, replica, note=wrong)
             with tf.control_dependencies([_check_all_inside(routes.notes, partition.rows)]):
                 asked = routes.send(_rows_in_part(unique, partition))
-            answers = routes.answer(tf.cast(tf.gather(part, asked), dtype))
+            answers = routes.answer(tf.cast(rows_of_part(asked), dtype))
             return tf.gather(answers, place)
 
     def to_owners(

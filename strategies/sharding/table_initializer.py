@@ -8,7 +8,9 @@ import tensorflow as tf
 
 from tfdist.strategies.sharding.partition import Partition
 
-_BLOCK_BYTES = 64 << 20
+_WHOLE_BYTES = 64 << 20
+# A block takes up to 5 times its memory while it is drawn. Smaller blocks take longer.
+_BLOCK_BYTES = 4 << 20
 _SEED_SHIFT, _SEEDS = 0x9E3779B1, (1 << 31) - 2  # Keras takes seeds modulo the latter.
 _DRAWN = (keras.initializers.RandomUniform, keras.initializers.RandomNormal, keras.initializers.TruncatedNormal)
 _EQUAL = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
@@ -17,9 +19,12 @@ _EQUAL = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.
 class TableInitializer(keras.initializers.Initializer):
     """Makes the initial values of a table in blocks of rows: the same values for any number of replicas.
 
-    A table of at most 64 MiB has the values that `initializer` gives it. In larger tables each block of 64 MiB is drawn
+    A table of at most 64 MiB has the values that `initializer` gives it. In larger tables each block of 4 MiB is drawn
     with a seed of its own. Initializers whose values depend on the shape, such as `GlorotUniform`, make the whole table
     at once.
+
+    A replica draws all blocks, since each of them has some of its rows: rows are dealt out in turn, and a generator
+    cannot skip single rows faster than it draws them.
     """
 
     def __init__(self, initializer: Any):
@@ -42,7 +47,7 @@ class TableInitializer(keras.initializers.Initializer):
 
     def _blocks(self, shape: tuple[int, ...], dtype: tf.DType) -> Iterator[tf.Tensor]:
         rows = max(_BLOCK_BYTES // (shape[1] * dtype.size), 1)
-        if type(self._initializer) not in (*_DRAWN, *_EQUAL):
+        if shape[0] * shape[1] * dtype.size <= _WHOLE_BYTES or type(self._initializer) not in (*_DRAWN, *_EQUAL):
             rows = shape[0]
         for number, first in enumerate(range(0, shape[0], rows)):
             yield self._of_block(number)((min(rows, shape[0] - first), *shape[1:]), dtype=dtype.name)
