@@ -89,7 +89,9 @@ def test_owners_look_up_and_sum_rows(ranks, detail):
         exchange = TableExchange(OneDevicePerWorker(transport, rank))
         ids = tf.constant(draws(rank + 1).integers(0, 13, 20))
         part = own_part_of(partition, table, rank)
-        rows = exchange.look_up(functools.partial(tf.gather, part), ids, partition=partition, replica=0, dtype=tf.float32)
+        rows = exchange.look_up(
+            functools.partial(tf.gather, part), ids, partition=partition, replica=0, dtype=tf.float32
+        )
         slices = tf.IndexedSlices(tf.constant(draws(rank).normal(size=(20, 3)), tf.float32), ids)
         own = exchange.to_owners(slices, partition=partition, replica=0, detail=detail)
         return ids, rows, slices, own
