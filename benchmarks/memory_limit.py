@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory_limit                        # about 5 minutes on 2 cores; root, Linux control groups v1
     python -m benchmarks.memory_limit --limit 1500 --blocks 3 --width 2048 --workers 4
-    python -m benchmarks.memory_limit --table 24600000 --workers 10
+    python -m benchmarks.memory_limit --table 24576000 --workers 6
 
 The model is a transformer with Adam, unsharded and with its weights divided, or an embedding (`--table`) whose rows are
 divided. Each worker runs in a control group of its own with the same limit, which the kernel enforces: a worker that
@@ -129,6 +129,8 @@ def run(mode: str | None) -> None:
     settings = {**options, "mode": mode, "optimizer": FLAGS.optimizer if FLAGS.table else "adam"}
     title = f"ShardedEmbedding, {FLAGS.optimizer}" if FLAGS.table else f"model_sharding={mode}"
     environment = {**os.environ, _WORKER: json.dumps(settings), "CUDA_VISIBLE_DEVICES": "-1"}
+    if FLAGS.table:  # So that freed tensors leave the process, as with divided weights.
+        environment["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "1"
     command = [sys.executable, "-m", "tfdist", "run", "--workers", str(FLAGS.workers), "--max-restarts", "0", __file__]
     try:
         ended = subprocess.run(

@@ -79,6 +79,7 @@ class Step:
       weighs: Whether an optimizer that runs now has already weighted its gradients by rows.
       variables: Variables that an optimizer is about to update, in the order of its gradients.
       whole_states: The `WholeStates` of an optimizer with sharded state that runs now; else `None`.
+      table_rows: The `TableRows` of a table that an optimizer updates now; else `None`.
       sharded_update: The update of an optimizer with sharded state that runs now, a `ShardedUpdate`; else `None`.
       gathers: The gathers of divided weights in this step.
     """
@@ -98,6 +99,7 @@ class Step:
         self.variables: list[Any] = []
         self.sharded_update: Any = None
         self.whole_states: Any = None
+        self.table_rows: Any = None
         self.gathers = StepGathers()
 
     @property

@@ -158,13 +158,12 @@ def train_step(place):
     return results(model, [])  # The step logs the loss of its own rows.
 
 
-@feature
-def custom_loop(place):
-    model, around = built(place, "adam"), place or tf.distribute.get_strategy()
+def loop_of(place, name):
+    """Returns a model, and a step of a custom loop that trains it on a batch for each replica."""
+    model, around = built(place, name), place or tf.distribute.get_strategy()
     with scope_of(place):
         model.optimizer.build(model.trainable_variables)
     optimizer = model.optimizer if place is None else place.distributed_optimizer(model.optimizer)
-    dataset = tf.data.Dataset.from_tensor_slices(data(48)).batch(BATCH)
 
     @tf.function
     def train(batch):
@@ -176,7 +175,15 @@ def custom_loop(place):
 
         return around.reduce("SUM", around.run(step, args=batch), axis=None)
 
-    return results(model, [float(train(batch)) for batch in around.experimental_distribute_dataset(dataset)])
+    return model, train
+
+
+@feature
+def custom_loop(place):
+    model, train = loop_of(place, "adam")
+    dataset = tf.data.Dataset.from_tensor_slices(data(48)).batch(BATCH)
+    batches = (place or tf.distribute.get_strategy()).experimental_distribute_dataset(dataset)
+    return results(model, [float(train(batch)) for batch in batches])
 
 
 @feature
@@ -277,6 +284,14 @@ def memory_with_a_table(optimizer, sharding):
         model = with_a_table(optimizer)
         model.optimizer.build(model.trainable_variables)
     return place.memory_report()
+
+
+def reads_of_whole_parts(placement, optimizer):
+    """Returns the operations of a step that read a whole part of the table, or of its state."""
+    model, train = loop_of(strategy(placement), optimizer)
+    part = model.get_layer("table").embeddings.value.values[0].shape
+    read = (each for each in train.get_concrete_function(data(BATCH)).graph.get_operations() if "Read" in each.type)
+    return [each.name for each in read if each.outputs[0].shape == part]
 
 
 def bad_ids(placement, bad):

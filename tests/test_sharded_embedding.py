@@ -67,6 +67,12 @@ def test_each_replica_has_its_rows_and_their_state(placement, pools):
         assert report.whole_weights - report.weights >= table - 4 * rows * checks.TABLE[1]
 
 
+@pytest.mark.parametrize(("optimizer", "reads"), [("sgd", False), ("adagrad", False), ("adam", True)])
+def test_a_step_reads_a_whole_part_only_if_it_changes_all_rows(optimizer, reads, pools):
+    for names in pools("1x2").run(checks.reads_of_whole_parts, "1x2", optimizer):
+        assert bool(names) == reads, names
+
+
 @pytest.mark.parametrize("bad", [checks.TABLE[0], -checks.TABLE[0] - 1])
 @pytest.mark.parametrize("placement", ["1x2", "2x1"])
 def test_bad_ids_fail_on_all_workers(placement, bad, pools):

@@ -14,10 +14,14 @@ _VALUE_IN_CHECKPOINTS = "VARIABLE_VALUE"  # The name of a variable's value in fi
 ACCUMULATOR, AVERAGE = "gradient_accumulator", "average"  # The ends of Keras' names for them.
 
 
-def _whole_states() -> Any:
-    """Returns the `WholeStates` that take the place of parts in the update that runs now; `None` if there are none."""
+def _stand_in_of(state: "ShardedState") -> Any:
+    """Returns what takes the place of a replica's part in the update that runs now; `None` if nothing does."""
     step = current_step()
-    return None if step is None else step.whole_states
+    if step is None:
+        return None
+    if step.whole_states is not None:
+        return step.whole_states.of(state)
+    return None if step.table_rows is None else step.table_rows.of(state)
 
 
 def is_accumulator(variable: Any) -> bool:
@@ -64,14 +68,14 @@ class ShardedState(tf_internals.MirroredVariable):
     def _get(self):
         # Outside of any strategy's scope TensorFlow has a replica context too.
         if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
-            wholes = _whole_states()
-            return super()._get() if wholes is None else wholes.of(self).read_value()
+            stand_in = _stand_in_of(self)
+            return super()._get() if stand_in is None else stand_in.read_value()
         return self.distribute_strategy.extended.gathered(self)
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        wholes = _whole_states()
-        if wholes is not None:
-            return update_fn(wholes.of(self), value, **kwargs)
+        stand_in = _stand_in_of(self)
+        if stand_in is not None:
+            return update_fn(stand_in, value, **kwargs)
         own, whole = self._get_on_device_or_primary(), self.partition.shape
         if own.shape != whole and getattr(value, "shape", None) == whole:  # As Keras resets accumulators to zeros.
             replica = tf_internals.get_current_replica_id_as_int()

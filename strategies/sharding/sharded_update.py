@@ -15,6 +15,7 @@ from tfdist.strategies.sharding.part_clipping import clipped
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight, is_sharded_weight
+from tfdist.strategies.sharding.table_rows import only_rows_with_gradients
 from tfdist.strategies.sharding.table_update import table_of
 from tfdist.strategies.sharding.weight_part import MatrixPart, WeightPart, tensorflow_variable
 from tfdist.strategies.sharding.work_ahead import WorkAhead
@@ -67,6 +68,7 @@ class ShardedUpdate:
         self._parts = {id(part.whole): part for part in parts}
         tables = [table for table in map(table_of, variables) if table is not None]
         self._tables = {id(table): table.values[step.replica] for table in tables}
+        self._table_of_part = {id(table.values[step.replica]): table for table in tables}
         tables_too = zip(self.partitions, map(_division_of_table, variables), strict=True)
         divisions = [partition or division for partition, division in tables_too]
         replicas = tf.distribute.get_strategy().extended.replicas
@@ -106,6 +108,13 @@ class ShardedUpdate:
             assigning = self._assign(variable)
         if assigning is not None:  # In a graph.
             self._assigning.add(assigning, variable.shape.num_elements() * variable.dtype.size)
+
+    def only_rows(self, gradient: Any, variable: Any) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
+        """Context with the gradient and the variable for an update of one variable; see `only_rows_with_gradients`."""
+        table = self._table_of_part.get(id(variable))
+        if table is None:
+            return contextlib.nullcontext((gradient, variable))
+        return only_rows_with_gradients(self._optimizer, gradient, table, variable, self._step)
 
     def gather(self, part: tf.Tensor) -> tf.Tensor:
         """Gathers a tensor that is divided as the weight `updated`, such as its momentum; returns the whole tensor."""
