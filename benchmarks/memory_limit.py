@@ -40,10 +40,9 @@ _PEAK = "memory.max_usage_in_bytes"
 _WORKER = "TFDIST_MEMORY_LIMIT_WORKER"  # environment variable with the settings of a worker
 
 
-def join_group(limit: int) -> pathlib.Path:
+def join_group(name: str, limit: int) -> pathlib.Path:
     """Moves this process into a control group with a limit in MiB, and returns the folder of the group."""
-    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    group = _GROUPS / f"tfdist-memory-limit-{rank}"
+    group = _GROUPS / f"{name}-{json.loads(os.environ['TF_CONFIG'])['task']['index']}"
     group.mkdir(exist_ok=True)
     (group / "memory.limit_in_bytes").write_text(str(limit << 20))
     (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -91,7 +90,7 @@ def make_embedding(settings: dict):
 
 def work(settings: dict) -> None:
     """Trains in a worker, and prints its memory after each step."""
-    group = join_group(settings["limit"])
+    group = join_group(settings["group"], settings["limit"])
     import keras
     import numpy as np
     import tensorflow as tf
@@ -127,6 +126,7 @@ def run(mode: str | None) -> None:
     """Runs all workers with a `model_sharding`, and prints the outcome."""
     options = {name: FLAGS[name].value for name in ("limit", "blocks", "width", "steps", "workers", "table")}
     settings = {**options, "mode": mode, "optimizer": FLAGS.optimizer if FLAGS.table else "adam"}
+    settings["group"] = f"tfdist-memory-limit-{os.getpid()}"
     title = f"ShardedEmbedding, {FLAGS.optimizer}" if FLAGS.table else f"model_sharding={mode}"
     environment = {**os.environ, _WORKER: json.dumps(settings), "CUDA_VISIBLE_DEVICES": "-1"}
     if FLAGS.table:  # So that freed tensors leave the process, as with divided weights.
@@ -148,8 +148,10 @@ def run(mode: str | None) -> None:
         sizes = {"weights and state": 1 + states} | ({} if FLAGS.table else {"with gradients": 2 + states})
         for what, times in sizes.items():
             print(f"  {what}: {times * weights} MiB whole, {times * weights // FLAGS.workers} MiB in parts")
-    groups = list(_GROUPS.glob("tfdist-memory-limit-*"))
-    print(f"  highest of all workers: {max(int((group / _PEAK).read_text()) for group in groups) >> 20} MiB")
+    groups = list(_GROUPS.glob(f"{settings['group']}-*"))
+    print(
+        f"  highest of all workers: {max((int((group / _PEAK).read_text()) for group in groups), default=0) >> 20} MiB"
+    )
     for group in groups:  # A group that stays would count cached files once more.
         group.rmdir()
     if ended.returncode:

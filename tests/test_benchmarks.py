@@ -454,6 +454,16 @@ def test_a_column_without_its_keras_says_not_installed():
     assert done.stdout == "not installed\n", done.stderr
 
 
+def test_an_embedding_trains_under_a_memory_limit():
+    if os.geteuid() or not os.access("/sys/fs/cgroup/memory/memory.limit_in_bytes", os.W_OK):
+        pytest.skip("needs root and control groups of version 1")
+    command = [sys.executable, "-m", "benchmarks.memory_limit", "--table=20000", "--workers=2", "--steps=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0 and "exit code 0, 2 workers, limit 1500 MiB" in done.stdout, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall("'loss': ([0-9.e-]+)", done.stdout)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
 # Each variant starts two more workers, which takes most of the time.
 @pytest.mark.parametrize(
     "variants", [["tfdist"], pytest.param(["stock", "tfdist"], marks=pytest.mark.exhaustive)], ids=",".join
