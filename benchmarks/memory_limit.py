@@ -4,12 +4,14 @@
     python -m benchmarks.memory_limit --limit 1500 --blocks 3 --width 2048 --workers 4
     python -m benchmarks.memory_limit --table 24576000 --workers 6
 
-The model is a transformer with Adam, unsharded and with its weights divided, or an embedding (`--table`) whose rows are
-divided. Each worker runs in a control group of its own with the same limit, which the kernel enforces: a worker that
-needs more is killed. The output shows for each mode whether training ended, and for worker 0 the loss of each step and
-the memory of its control group: the highest so far, cached files included, and what the process holds after the step.
-Beside it stands what the worker must hold in theory: its parts of the weights, of the optimizer's state and, for the
-transformer, of the gradients. The last number is the highest of all workers.
+The model is a transformer with Adam, or with `--table` an embedding. The transformer trains unsharded, and then with
+its weights divided. The rows of the embedding are divided. Each worker runs in a control group of its own with the same
+limit. The kernel enforces it: a worker that needs more is killed.
+
+The output shows for each mode whether training ended. For worker 0 it shows the loss of each step, the highest memory
+of the control group so far, and the memory of the process after the step. The former includes cached files. Beside it
+stands the memory that a worker needs in theory: for its parts of the weights and of the optimizer's state, and for the
+transformer of the gradients. The last number is the highest of all workers.
 """
 
 import json
@@ -129,7 +131,7 @@ def run(mode: str | None) -> None:
     settings["group"] = f"tfdist-memory-limit-{os.getpid()}"
     title = f"ShardedEmbedding, {FLAGS.optimizer}" if FLAGS.table else f"model_sharding={mode}"
     environment = {**os.environ, _WORKER: json.dumps(settings), "CUDA_VISIBLE_DEVICES": "-1"}
-    if FLAGS.table:  # So that freed tensors leave the process, as with divided weights.
+    if FLAGS.table:  # Freed tensors leave the process, as with divided weights.
         environment["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "1"
     command = [sys.executable, "-m", "tfdist", "run", "--workers", str(FLAGS.workers), "--max-restarts", "0", __file__]
     try:

@@ -14,7 +14,7 @@ from tfdist.strategies.sharding.part_tensors import own_part_of, part_of, rows_o
 from tfdist.strategies.sharding.partition import Partition
 from tfdist.strategies.sharding.repeated_rows import rows_with
 from tfdist.strategies.sharding.table_exchange import TableExchange
-from tfdist.strategies.sharding.table_initializer import TableInitializer
+from tfdist.strategies.sharding.table_initializer import TableInitializer, initial_state
 
 RANKS = (1, 2, 3, 4)
 
@@ -143,3 +143,10 @@ def test_initial_values_do_not_depend_on_the_number_of_shards(make, shards, monk
         part = tf.Variable(tf.zeros(partition.part_shape))
         TableInitializer(initializer).fill(part, partition, shard)
         np.testing.assert_array_equal(part, part_of(partition, whole, shard))
+
+
+@pytest.mark.parametrize("name", ["Zeros", "Ones", "Constant", "GlorotUniform"])
+def test_initial_state_equals_that_of_the_initializer(name):
+    options = {"Constant": {"value": 0.1}, "GlorotUniform": {"seed": 3}}.get(name, {})
+    initializer = keras.initializers.get({"class_name": name, "config": options})
+    np.testing.assert_array_equal(initial_state(initializer, (7, 3), "float32"), initializer((7, 3), "float32"))

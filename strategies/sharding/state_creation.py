@@ -18,7 +18,7 @@ from tfdist.strategies.sharding.sharded_state import ACCUMULATOR, AVERAGE, Shard
 from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_update import check_updates_parts
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
-from tfdist.strategies.sharding.table_initializer import TableInitializer
+from tfdist.strategies.sharding.table_initializer import TableInitializer, initial_state
 from tfdist.strategies.sharding.table_update import check_can_update_tables
 from tfdist.strategies.sharding.weight_creation import make_sharded_weight, partition_of_weight
 from tfdist.strategies.sharding.weight_part import tensorflow_variable
@@ -117,7 +117,7 @@ def make_sharded_state(
     def make(replica: int, device: str) -> tf.Variable:
         def initial_part() -> tf.Tensor:
             if isinstance(weight, ShardedTable) and initializer is not None:
-                return initializer(partition.part_shape_of(shard_of(replica)), dtype=weight.dtype.name)
+                return initial_state(initializer, partition.part_shape_of(shard_of(replica)), weight.dtype.name)
             value = initial() if callable(initial) else initial
             return own_part_of(partition, value, shard_of(replica))
 

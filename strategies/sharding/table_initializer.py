@@ -16,6 +16,16 @@ _DRAWN = (keras.initializers.RandomUniform, keras.initializers.RandomNormal, ker
 _EQUAL = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 
 
+def initial_state(initializer: Any, shape: Sequence[int], dtype: str) -> tf.Tensor:
+    """Returns the initial values of a part of optimizer state, as an initializer makes them.
+
+    `Constant` of Keras takes twice the memory of its result, so it makes one row, which is then repeated.
+    """
+    if type(initializer) in _EQUAL:
+        return tf.broadcast_to(initializer((1, *shape[1:]), dtype=dtype), shape)
+    return initializer(shape, dtype=dtype)
+
+
 class TableInitializer(keras.initializers.Initializer):
     """Makes the initial values of a table in blocks of rows: the same values for any number of replicas.
 
