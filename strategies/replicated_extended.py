@@ -4,6 +4,7 @@ import contextlib
 import functools
 import random
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import tensorflow as tf
@@ -202,14 +203,22 @@ class ReplicatedExtended:
         return self._container_strategy().reports.activity
 
     def seed_generator(self):
-        """Returns Keras' generator of unseeded random operations, made before a step, which cannot make variables."""
+        """Returns Keras' generator of unseeded random operations, made before a step, which cannot make variables.
+
+        Another thread makes it: TensorFlow traces a function twice that makes a variable while it is traced.
+        """
         strategy = self._container_strategy()
+
+        def make():
+            with strategy.scope():
+                return keras.random.SeedGenerator()
+
         known = keras_internals.global_seed_generator() if keras_internals.has_global_seed_generator() else None
         if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:
             if known is None or self._own_seed_generator is None:
                 before = random.getstate()
-                with tf.init_scope(), strategy.scope():
-                    self._own_seed_generator = keras.random.SeedGenerator()
+                with ThreadPoolExecutor(1) as pool:
+                    self._own_seed_generator = pool.submit(make).result()
                 random.setstate(before)  # Undoes the draw of Keras' seed.
             keras_internals.set_global_seed_generator(self._own_seed_generator)
         return keras_internals.global_seed_generator()

@@ -69,6 +69,24 @@ def _built(late):
     return keras.Sequential([layers.Input((20,)), MadeLate() if late else layers.Dropout(0.5)])
 
 
+def traces_of_a_fit(placement):
+    """Returns how often a `fit` traces its step."""
+    keras.backend.clear_session()
+    extended, traces = strategy(placement).extended, []
+    run = extended._call_for_each_replica
+
+    def counted(*args):
+        traces.append(not tf.executing_eagerly())
+        return run(*args)
+
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((3,)), layers.Dense(1), layers.Dropout(0.5)])
+        model.compile("adam", "mse")
+    with mock.patch.object(extended, "_call_for_each_replica", counted):
+        model.fit(np.zeros((16, 3)), np.zeros((16, 1)), batch_size=4, epochs=2, verbose=0)
+    return sum(traces)
+
+
 def initial_weights(placement):
     """Builds a model on each worker with another seed. Returns its initial variables."""
     keras.utils.set_random_seed(100 + own_index())

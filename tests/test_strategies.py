@@ -37,6 +37,11 @@ def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(placemen
     np.testing.assert_array_equal(pools("single").run(checks.one_device_masks, 7, late)[0], first[:, 0])
 
 
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
+def test_a_step_is_traced_once(placement, pools):
+    assert set(pools(placement).run(checks.traces_of_a_fit, placement)) == {1}
+
+
 def test_workers_that_seed_differently_start_from_the_same_weights(pools):
     first, second = pools("2x1").run(checks.initial_weights, "2x1")
 
