@@ -1,6 +1,7 @@
 """The clock of the only replica of a job on a GPU, whose steps TensorFlow launches ahead of their computation."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.host_device import launched
 from tfdist.strategies.collectives.stopwatch import last_number
-from tfdist.strategies.step_clock import AGREES, ASKED, BEGIN, GRADIENTS, Clock, tensors_of
+from tfdist.strategies.step_clock import AGREES, ASKED, BEGIN, Clock, tensors_of
 from tfdist.strategies.step_phases import StepPhases, divide_on_gpu
 
 
@@ -33,22 +34,29 @@ class AheadClock(Clock):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfdist-gpu-clock")
         self._pending: Future[StepPhases] | None = None
         self._computed_before = 0.0
+        self._call = -1  # Number of the call of the step before.
 
     def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
         """Notes the time when the host has launched the operations of the tensors in `after`.
 
-        GRADIENTS is not noted: this function marks the tensors as the last ones of the step, for `phases_before`.
-
         Returns:
-          A tensor on the host that exists then.
+          A tensor that exists once the time is noted.
         """
         if moment in (ASKED, AGREES):
             return self._note(moment, [], [], self._requests)
-        if moment != GRADIENTS:
-            return self.known(moment, after)
-        for number in last_number(self._device, tensors_of(after)):
-            self._result.assign(number)
-        return launched(self._device, tensors_of(after))
+        return self.known(moment, after)
+
+    def trained(self, logs: Any, variables: Sequence[tf.Variable]) -> tf.Tensor:
+        """Marks the end of a step for `phases_before`, see `Clock.trained`.
+
+        Returns:
+          A tensor on the host that exists once the operations of the step are launched. The backward pass makes the
+          gradient of the first variable last, so its update is taken as the last of the step.
+        """
+        results = [*tensors_of(logs), *(tf.convert_to_tensor(each) for each in variables[:1])]
+        number = last_number(self._device, results)
+        assigned = None if number is None else self._result.assign(number, read_value=False)
+        return launched(self._device, [*results, *([] if assigned is None else [assigned])])
 
     @property
     def is_computing(self) -> bool:
@@ -71,16 +79,19 @@ class AheadClock(Clock):
         """Returns 0: the step is not yet computed."""
         return tf.constant(0.0)
 
-    def phases_before(self, moments: np.ndarray) -> StepPhases:
-        """Waits until the GPU has computed the step before, and returns the phases of that step; 0 without one.
+    def phases_before(self, moments: np.ndarray, call: int) -> StepPhases:
+        """Waits until the GPU has computed the step before, and returns its phases; 0 if it was of another call.
 
         Args:
           moments: Times of the present step, whose operations the host has launched.
+          call: Number of the running call of `fit` or another method.
         """
         with tf.device(self.host):  # Otherwise a copy to the GPU and back would wait for the step.
             asked = float(self._requests.numpy()[ASKED])
         pending, self._pending = self._pending, self._thread.submit(self._computed, asked, float(moments[BEGIN]))
-        return StepPhases(0.0, 0.0, 0.0, 0.0) if pending is None else pending.result()
+        phases = None if pending is None else pending.result()
+        is_of_call, self._call = call == self._call, call
+        return phases if phases is not None and is_of_call else StepPhases(0.0, 0.0, 0.0, 0.0)
 
     def _computed(self, asked: float, begin: float) -> StepPhases:
         self._result.numpy()  # Waits for the GPU.

@@ -49,9 +49,9 @@ def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def are_kept_on_host(dataset: tf.data.Dataset) -> bool:
-    """Returns whether operations on a GPU keep the batches in the memory of the host: those of int32 alone.
+    """Returns whether all tensors of a batch are int32, which operations on a GPU read from the memory of the host.
 
-    A batch that was fetched to a GPU would be copied back in each step. It is copied for each operation that needs it.
+    TensorFlow would copy a batch that was fetched to a GPU back to the host in each step.
     """
     return {getattr(spec, "dtype", None) for spec in tf.nest.flatten(dataset.element_spec)} == {tf.int32}
 

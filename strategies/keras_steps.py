@@ -138,7 +138,7 @@ def on_the_only(called, reports):
         with steps.running(None) as step, optimizers.viewed_optimizers(model, optimizers.noting):
             step.clock = clock
             logs = fn(data)
-        noted = clock.mark(GRADIENTS, logs)  # Marks again: marks of one clock run in order, so this mark is the last.
+        noted = clock.trained(logs, model.trainable_variables)
         rows = row_count.count_rows(data)
         with tf.device(clock.host), tf.control_dependencies([noted]):  # A report on a GPU would be copied from there.
             reports.tell(0, reports.of_replica(clock, 0, rows), model)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.host_device import host_of, launched
 from tfdist.strategies.collectives.stopwatch import computed_by, present_time
+from tfdist.strategies.step_phases import StepPhases
 
 # In a training step: a batch has arrived; the loss is computed; the share of this replica is known; its gradients are
 # computed; the step ends.
@@ -83,6 +84,29 @@ class Clock:
             which = tf.constant([moment, _SEEN])
             with tf.control_dependencies(after):
                 return _mark((self.times if times is None else times).handle, which, seen)
+
+    def trained(self, logs: Any, variables: Sequence[tf.Variable]) -> tf.Tensor:
+        """Notes, as GRADIENTS, when the only replica of a job has computed the `logs` of a step.
+
+        Args:
+          logs: Results of the step. They are ready after the gradients that were marked before.
+          variables: The variables that the step has trained.
+
+        Returns:
+          A tensor on the host that exists then.
+        """
+        del variables
+        return self.mark(GRADIENTS, logs)
+
+    def phases_before(self, moments: np.ndarray, call: int) -> StepPhases | None:
+        """Returns the phases of the step before if the present one is not computed yet, as on a GPU; else `None`.
+
+        Args:
+          moments: Times of the present step.
+          call: Number of the running call of `fit` or another method.
+        """
+        del moments, call
+        return None
 
     def evaluates(self, data: Any) -> None:
         """Notes when the batch `data` of an evaluation or prediction has arrived, for the watchdog and reports."""

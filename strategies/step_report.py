@@ -48,6 +48,9 @@ _NOTED = 64  # Largest number of replicas whose rows and times an event has.
 class StepReport:
     """The report of one training step, bit for bit the same on all workers.
 
+    A GPU with the only replica of a job has not computed the step when its report comes. All times in the report are
+    then those of the step before, and 0 in the first step of a call.
+
     Attributes:
       number: Number of training steps since the strategy was made, including this one.
       rows: Rows of the global batch by replica, int64 [R].
@@ -200,9 +203,11 @@ class StepReports:
         if self._clocks[0].is_computing:
             return COMPUTE
         if execution.kind == TRAIN and begin >= execution.since and begin > end:
-            return EXCHANGE if gradients >= begin or loss >= begin > share else COMPUTE
+            waits = self.num_replicas > 1 and (gradients >= begin or loss >= begin > share)
+            return EXCHANGE if waits else COMPUTE
         if execution.kind == TRAIN and execution.is_single and begin >= execution.since:
-            return EXCHANGE  # Other exchanges of the step, as of new weights, may end after that of its report.
+            # Other exchanges of the step, as of new weights, may end after that of its report.
+            return EXCHANGE if self.num_replicas > 1 else COMPUTE
         if execution.kind != TRAIN and evaluated >= max(execution.since, asked):
             return EXCHANGE if tested >= evaluated else COMPUTE
         return EXCHANGE if agrees >= max(execution.since, asked, end) else INPUT
@@ -257,6 +262,8 @@ class StepReports:
 
     def phases(self) -> StepPhases:
         """Returns how this worker's first replica spent the time since the end of the step before.
+
+        On a GPU with the only replica of a job, these are the phases of the step before; see `StepReport`.
 
         Only a listener may call it, for the step whose report it takes.
         """
@@ -328,16 +335,16 @@ class StepReports:
         trained = model()
         clock = self._clocks[0]
         self._trained, self._moments = model, moments
-        self._phases = clock.phases_before(moments) if isinstance(clock, AheadClock) else None
+        call = self.activity.call
+        self._phases = before = clock.phases_before(moments, -1 if call is None else call.number)
         self._count_phases()
         self.activity.stepped()
         self._tell_of_trace(False)
         self.latest, not_finite, read = self._divided(totals)
-        if isinstance(clock, AheadClock):
-            seconds = np.array([[self.phases().compute], [self.phases().input]], np.float32)
-            self.latest = dataclasses.replace(
-                self.latest, compute_seconds=seconds[0], own_seconds=seconds[0], input_seconds=seconds[1]
-            )
+        if before is not None:
+            compute, waited = np.array([[before.compute], [before.input]], np.float32)
+            times = {"compute_seconds": compute, "own_seconds": compute, "input_seconds": waited}
+            self.latest = dataclasses.replace(self.latest, **times)
         EVENTS.count(self.number)
         if self.num_replicas <= _NOTED:
             times = {"compute_seconds": self.latest.compute_seconds, "own_seconds": self.latest.own_seconds}

@@ -111,21 +111,23 @@ def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor
     """
     if "GPU" not in device:
         return tensors
-    numbers = last_number(device, tensors)
+    number = last_number(device, tensors)
+    if number is None:
+        return tensors
     with tf.device(host_of(device)):
-        return [unfolded(number) for number in numbers] or tensors
+        return [unfolded(number)]
 
 
-def last_number(device: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns a number on `device` that it computes after all of `tensors`, float64 []; none if it computes none."""
+def last_number(device: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
+    """Returns a number on `device` that it computes after all of `tensors`, float64 []; `None` if none is a number."""
     floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
     numbers = floats or [tensor for tensor in tensors if tensor.dtype.is_integer]
     if not numbers:
-        return []
+        return None
     with tf.device(device), tf.control_dependencies(tensors):
         # TensorFlow would copy integers to the host before it takes the first one. As floats they stay on the GPU.
         number = tf.bitcast(numbers[-1], _OF_SAME_BITS.get(numbers[-1].dtype, numbers[-1].dtype))
-        return [tf.reduce_sum(tf.cast(tf.reshape(number, [-1])[:1], tf.float64))]
+        return tf.reduce_sum(tf.cast(tf.reshape(number, [-1])[:1], tf.float64))
 
 
 def present_time() -> tf.Tensor:
