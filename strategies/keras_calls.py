@@ -15,6 +15,7 @@ from tfdist.events.event_buffer import EVENTS
 from tfdist.events.phase_names import BUILDING
 from tfdist.faults.activity import TRAIN, Activity, Call
 from tfdist.strategies.distributed_variables import level_counters, variables_of
+from tfdist.strategies.sharding.freed_memory import return_small_blocks
 from tfdist.strategies.static_rows import needs_static_rows
 
 _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_function": "predict"}
@@ -121,6 +122,7 @@ class NotedFunction:
         self._model, self._attribute = weakref.ref(model), attribute
         self._function, self._kind, self._activity = function, _FUNCTIONS[attribute], activity
         self._in_graph: Any = None
+        self._is_new = True
 
     def __call__(self, given: Any) -> Any:
         """Runs the function on Keras' argument: an iterator, or batches."""
@@ -135,10 +137,15 @@ class NotedFunction:
             if self._function is None:
                 self._function = self._made()
             try:
-                return self._traced(self._reading() if one else self._function, given)
+                result = self._traced(self._reading() if one else self._function, given)
             except tf.errors.OutOfRangeError:  # The data have ended, and Keras did not know their length.
                 level_counters(variables_of(self._model()))
                 raise
+        if self._is_new:
+            self._is_new = False
+            if getattr(self._model().distribute_strategy.extended, "model_sharding", None) is not None:
+                return_small_blocks()  # TensorFlow's optimizer of graphs has just freed many.
+        return result
 
     def _traced(self, function: Callable[[Any], Any], given: Any) -> Any:
         """Runs `function`, or a new one if its step proves to need a static number of rows."""

@@ -14,6 +14,7 @@ import tfdist
 from keras_features import small_weights_too, start_anew
 from keras_features import strategy_of as strategy
 from strategy_checks import own_index
+from tfdist.strategies import keras_calls
 from tfdist.strategies.sharding import work_ahead
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
 
@@ -186,6 +187,15 @@ def reported(placement, **options):
     parts = [place.experimental_local_results(variable.value) for variable in divided]
     taken = [sum(part.numpy().nbytes for part in replica) for replica in zip(*parts, strict=True)]
     return taken, sum(int(np.prod(variable.shape)) * 4 for variable in divided), place.memory_report()
+
+
+def returns_of_small_blocks(sharding):
+    """Returns how often the process returns freed memory in two `fit`s of a model."""
+    with mock.patch.object(keras_calls, "return_small_blocks") as returns:
+        model = build("mlp", strategy("1x2", model_sharding=sharding))
+        sharding_checks.train(model)
+        sharding_checks.train(model)
+    return returns.call_count
 
 
 def exchanges(number):

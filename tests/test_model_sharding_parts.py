@@ -323,6 +323,15 @@ def test_settings_of_the_user_for_freed_memory_stay(monkeypatch):
     assert os.environ["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] == "0"
 
 
+def test_small_blocks_leave_the_process(monkeypatch):
+    calls = []
+    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda name: types.SimpleNamespace(malloc_trim=calls.append))
+
+    freed_memory.return_small_blocks()
+
+    assert calls == [0]
+
+
 def test_freed_memory_leaves_the_process(monkeypatch):
     calls = []
     monkeypatch.setenv("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0")

@@ -90,6 +90,11 @@ def test_each_replica_keeps_its_share(pools):
     assert report.whole_total > 1.5 * report.total
 
 
+@pytest.mark.parametrize(("sharding", "times"), [("parameters", 1), (None, 0)])
+def test_memory_of_small_blocks_leaves_the_process_after_the_first_step(sharding, times, pools):
+    assert pools("1x2").run(checks.returns_of_small_blocks, sharding) == [times]
+
+
 def test_a_weight_is_gathered_once_for_each_pass(pools):
     """The last weight stays until its gradient, and the first is not needed in the backward pass."""
     ((gathers, sums),) = pools("1x2").run(checks.exchanges, 5)
