@@ -40,8 +40,8 @@ def _check_alike(strategy: Any, what: Any) -> None:
     if len(local) == 1:  # All replicas of this worker have said the same.
         local *= len(extended.worker_devices)
     said = "\n".join(local)
-    unlike = len(set(local)) > 1 or len(set(extended.of_all_workers(zlib.crc32(said.encode())))) > 1
-    if not unlike:
+    checksums = extended.of_all_workers(zlib.crc32(said.encode()))
+    if len(set(local)) == 1 and len(set(checksums)) == 1:
         return
     numbers = list(said.encode()[:_MOST_BYTES].ljust(_MOST_BYTES))
     everyone = "\n".join(bytes(each).decode(errors="ignore").strip() for each in extended.of_all_workers(numbers))
