@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._compat import tf_internals
 from tfdist.strategies import step_clock
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.gradient_structure import of_one_kind
@@ -145,6 +146,7 @@ def _view_class(base: Any, mixins: tuple[type, ...]) -> type:
 class _Note:
     """Mixin for views of optimizers: records when the gradients of a replica exist, for the report of the step."""
 
+    @tf_internals.unconverted
     def apply(self, grads, *args, **kwargs):
         step = current_step()
         if step is not None:
@@ -166,6 +168,7 @@ class _Weigh:
         step.mark(step_clock.SHARE, step.share)
         return loss * tf.cast(step.share, loss.dtype) if step.weights_loss else loss
 
+    @tf_internals.unconverted
     def apply(self, grads, trainable_variables=None, *args, **kwargs):
         step, grads = current_step(), list(grads)
         if trainable_variables is not None:

@@ -41,6 +41,7 @@ class StepContext(tf.distribute.ReplicaContext):
         """The number of replicas; 1 in a step of the user's own, whose losses are those of one device."""
         return self._step.shown_replicas(self.strategy, by_user=not call_stack.is_called_by_library())
 
+    @tf_internals.unconverted
     def all_reduce(self, reduce_op, value, options=None):
         """Reduces `value` over all replicas, as in TensorFlow. Gradients through it are those of the global batch."""
         if not call_stack.is_called_by_library():
@@ -58,6 +59,7 @@ class StepContext(tf.distribute.ReplicaContext):
 
         return self._noted(tf.nest.pack_sequence_as(value, tf.nest.flatten(reduced(*leaves))))
 
+    @tf_internals.unconverted
     def all_gather(self, value, axis, options=None):
         """Concatenates `value` of all replicas, as in TensorFlow. A replica without rows adds no rows along axis 0."""
         if not call_stack.is_called_by_library():

@@ -56,6 +56,7 @@ class ReplicatedStrategy:
     _examples: ExampleRows
     _use: "StrategyUse"
 
+    @tf_internals.unconverted
     def scope(self):
         """Returns the context in which models are made for this strategy; see `tf.distribute.Strategy.scope`."""
         self._use.began = True
@@ -71,6 +72,7 @@ class ReplicatedStrategy:
             self._begin_fit(model, fit)
         return keras_calls.building(self.reports.activity, model, keras_steps.building(model, super().scope()))
 
+    @tf_internals.unconverted
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
 
@@ -196,6 +198,7 @@ class ReplicatedStrategy:
         make = super().distribute_datasets_from_function
         return BalancedDataset(lambda function: make(function, options), dataset_fn, self._examples)
 
+    @tf_internals.unconverted
     def reduce(self, reduce_op, value, axis):
         """Reduces `value` over all replicas; see `tf.distribute.Strategy.reduce`.
 
@@ -216,6 +219,7 @@ class ReplicatedStrategy:
         with keras_calls.exchanging(self.reports.activity):
             return super().reduce(reduce_op, value, axis)
 
+    @tf_internals.unconverted
     def gather(self, value, axis):
         """Gathers `value` from all replicas; see `tf.distribute.Strategy.gather`.
 
@@ -257,6 +261,7 @@ class ReplicatedStrategy:
         residuals = 0 if self.communication is None else self.communication.memory_bytes()
         return self.extended.made_variables.report(residuals // len(self.extended.worker_devices))
 
+    @tf_internals.unconverted
     def distributed_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         """Returns a view of `optimizer` for custom loops that clip gradients or scale the loss.
 

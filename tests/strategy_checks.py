@@ -6,7 +6,9 @@ import json
 import logging as pylogging
 import os
 import random
+import sys
 import time
+import traceback
 from unittest import mock
 
 import keras
@@ -599,27 +601,40 @@ def loop_and_fit(placement):
 
 
 def said_of_a_loop(placement):
-    """Returns what TensorFlow logs when AutoGraph converts a custom loop and tfdist's code in it."""
+    """Returns what TensorFlow logs when AutoGraph converts a custom loop, and the names of converted functions in it.
+
+    AutoGraph puts "tf__" before the name of a function that it has converted.
+    """
     place = (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)()
     with place.scope():
         variable = tf.Variable(0.0)
         optimizer = keras.optimizers.SGD(1.0)
         optimizer.build([variable])
-    said = []
+    said, converted = [], set()
     handler = pylogging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     tf.get_logger().addHandler(handler)
 
+    @tf.autograph.experimental.do_not_convert
+    def note_converted():
+        for innermost in sys._current_frames().values():  # A replica may have a thread of its own.
+            names = {frame.f_code.co_name for frame, _ in traceback.walk_stack(innermost)}
+            converted.update(name for name in names if name.startswith("tf__"))
+
+    def update():
+        note_converted()
+        optimizer.apply([tf.ones([])], [variable])
+
     @tf.function
     def step(batch):
         with place.scope():
-            place.run(lambda: optimizer.apply([tf.ones([])], [variable]))
+            place.run(update)
             ones = place.run(lambda rows: 1.0 if tf.reduce_sum(rows) > 0 else 2.0, (batch,))
             return place.reduce("SUM", ones, axis=None)
 
     total = float(step(next(iter(place.experimental_distribute_dataset(tf.data.Dataset.range(1, 9).batch(8))))))
     tf.get_logger().removeHandler(handler)
-    return [words for words in said if "AutoGraph" in words], total
+    return [words for words in said if "AutoGraph" in words], converted, total
 
 
 def deterministic_fit():

@@ -95,6 +95,7 @@ _NAMES_BY_FEATURE = {
         "tensorflow.python.eager.def_function:Function._clone",
         "tensorflow.python.autograph.core.ag_ctx:control_status_ctx",
         "tensorflow.python.autograph.impl:api",
+        "tensorflow.python.autograph.impl.api:autograph_artifact",
         "tensorflow.python.autograph.impl.api:tf_convert",
         "tensorflow.python.autograph.impl.api:to_graph",
         "tensorflow.python.autograph.impl.api:ConversionError",

@@ -43,7 +43,7 @@ from tensorflow.python.distribute.values_util import is_saving_non_distributed
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx
 from tensorflow.python.autograph.impl.api import tf_convert
 
-# Unwrap a method under `tf.function`; see `python_function_of`.
+# Unwrap a method under `tf.function`; see `python_function_of` and `unconverted`.
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.util import tf_decorator
 
@@ -121,6 +121,7 @@ __all__ = [
     "replace_input",
     "runtime_has_started",
     "tf_convert",
+    "unconverted",
 ]
 
 
@@ -236,6 +237,15 @@ def python_function_of(function: Function, owner: Any) -> Any:
     except autograph.ConversionError:  # No source, as in a Python prompt. `tf.function` does not convert it either.
         converted = plain
     return MethodType(converted, owner) if inspect.ismethod(original) else converted
+
+
+def unconverted(function: Any) -> Any:
+    """Marks a function that AutoGraph runs as it is, like functions of TensorFlow.
+
+    `do_not_convert` would also keep AutoGraph from converting the user's function that `strategy.run` gets. Without it:
+    the first step of a custom loop spends a second of processor time on converting code of tfdist.
+    """
+    return autograph.autograph_artifact(function)
 
 
 def clone_function(function: Function, python_function) -> Function:
