@@ -181,7 +181,7 @@ def test_a_minute_without_output_gets_a_line_about_the_progress(monkeypatch):
 
     class Watch:
         def rows(self):
-            return [WorkerRow(0, "training", 1200, 3.14, {}, None, 3)]
+            return [WorkerRow(0, "training", "training", 1200, 3.14, {}, None, 3)]
 
     terminal = run_terminal.RunTerminal()
     target = terminal.target(None)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -134,6 +135,7 @@ def test_the_state_says_what_a_worker_does(name):
     seen, now, state, step = STATES[name]
     row = row_of(seen, now)
     assert (row.state, row.step) == (state, step)
+    assert row.kind == re.sub(r" \d+ (s|min|h)$", "", state)
     assert row.is_calm == (state in ("training", "done", "own loop 45 s")) and row.has_failed == (state == "SIGKILL")
 
 
@@ -164,10 +166,9 @@ def test_a_worker_is_slow_until_a_verdict_ends_that():
     assert slow_workers([verdict(1, "callback")]) == {1: "callback"}
 
 
-def row(worker, state="training", step=100, exchange=0.5, urgency=3, rate=3.14):
-    return WorkerRow(
-        worker, state, step, rate, {COMPUTE: 1 - exchange, EXCHANGE: exchange, INPUT: 0.0}, 1 << 30, urgency
-    )
+def row(worker, kind="training", duration="", step=100, exchange=0.5, urgency=3, rate=3.14):
+    parts = {COMPUTE: 1 - exchange, EXCHANGE: exchange, INPUT: 0.0}
+    return WorkerRow(worker, f"{kind} {duration}".strip(), kind, step, rate, parts, 1 << 30, urgency)
 
 
 def test_without_room_for_all_the_workers_that_need_a_look_are_shown():
@@ -177,23 +178,24 @@ def test_without_room_for_all_the_workers_that_need_a_look_are_shown():
     assert [each.worker for each in chosen_rows(rows, 4)] == [0, 7, 11, 13]
     assert rest_line(rows, chosen_rows(rows, 4)) == "and 16 more, training at step 100"
     assert rest_line(rows, rows) is None
-    kinds = {"own loop 45 s": "own loop", "slow: input": "slow: input", "in a step 2 min": "in a step"}
-    for state, kind in kinds.items():
-        assert rest_line([row(worker, state) for worker in range(3)], []) == f"and 3 more, {kind} at step 100"
+    for kind, duration in (("own loop", "45 s"), ("slow: input", ""), ("in a step", "2 min")):
+        assert rest_line([row(worker, kind, duration) for worker in range(3)], []) == f"and 3 more, {kind} at step 100"
     assert rest_line([row(worker, step=None) for worker in range(3)], []) == "and 3 more, training"
     assert rest_line([row(0, "slow: input"), row(1, "slow: link")], []) == "and 2 more at step 100"
-    assert rest_line([row(0, "own loop 45 s"), row(1, "own loop 2 min")], []) == "and 2 more, own loop at step 100"
+    own_loops = [row(0, "own loop", "45 s"), row(1, "own loop", "2 min")]
+    assert rest_line(own_loops, []) == "and 2 more, own loop at step 100"
 
 
 def test_the_line_for_a_log_has_the_step_and_the_rate_or_what_the_last_worker_does():
     rows = [row(0, step=1201), row(1, step=1200)]
     assert progress_line(rows) == "step 1200, 3.14 steps/s, 2 workers"
-    late = row(1, "start-up 40 s", step=0, urgency=2, rate=None)
+    late = row(1, "start-up", "40 s", step=0, urgency=2, rate=None)
     assert progress_line([rows[0], late]) == "step 0, worker 1: start-up 40 s, 2 workers"
-    stuck = [row(worker, "in a step 70 s", urgency=2, rate=None) for worker in range(2)]
+    stuck = [row(worker, "in a step", "70 s", urgency=2, rate=None) for worker in range(2)]
     assert progress_line(stuck) == "step 100, in a step 70 s, 2 workers"
     assert progress_line([row(0, "running", step=None)]) is None
-    assert progress_line([row(worker, "own loop 45 s", step=None) for worker in range(2)]) == "own loop 45 s, 2 workers"
+    own_loops = [row(worker, "own loop", "45 s", step=None) for worker in range(2)]
+    assert progress_line(own_loops) == "own loop 45 s, 2 workers"
 
 
 LOOPS = {

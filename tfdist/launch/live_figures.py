@@ -1,8 +1,8 @@
 """Policy: what a person who watches a run sees of each worker, by its recorded times. No files and no clock."""
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tfdist.events.phase_names import (
     BUILDING,
@@ -66,6 +66,7 @@ class WorkerRow:
     Attributes:
       worker: Id of the worker.
       state: Its activity, such as "training", "validation 12 s", "slow: input", "no sign of life 12 s", "exit code 1".
+      kind: The activity without its duration, such as "validation".
       step: Number of finished training steps; `None` if unknown.
       steps_per_second: Steps for each second of training; `None` while the worker does not train.
       parts: Parts of computation, exchanges and input in the time of training, from 0 to 1.
@@ -75,6 +76,7 @@ class WorkerRow:
 
     worker: int
     state: str
+    kind: str
     step: int | None
     steps_per_second: float | None
     parts: Mapping[str, float]
@@ -100,20 +102,22 @@ class WorkerRow:
 def row_of(seen: SeenWorker, now: float) -> WorkerRow:
     """Returns the row of a worker at the time `now`, in seconds since the epoch."""
     record, recent = seen.record, seen.recent
-    state, is_training = _state(seen, now)
-    urgency = _CALM if is_training or seen.ended == DONE else _URGENT_WAIT
+    activity = _activity(seen, now)
+    trains = activity.trains
+    urgency = _CALM if trains or seen.ended == DONE else _URGENT_WAIT
     if seen.ended is not None:
         urgency = _CALM if seen.ended == DONE else _URGENT_END
-    elif state.startswith(NO_SIGN):
+    elif activity.kind == NO_SIGN:
         urgency = _URGENT_SLOW
-    elif is_training and seen.slow:
-        state, urgency = f"slow: {seen.slow}", _URGENT_SLOW
+    elif trains and seen.slow:
+        activity, urgency = _Activity(f"slow: {seen.slow}"), _URGENT_SLOW
     return WorkerRow(
         worker=seen.worker,
-        state=state,
+        state=activity.text,
+        kind=activity.kind,
         step=_step(record) if record else None,
-        steps_per_second=recent.steps_per_second if is_training else None,
-        parts=recent.parts if is_training else {},
+        steps_per_second=recent.steps_per_second if trains else None,
+        parts=recent.parts if trains else {},
         memory=None if seen.ended else seen.memory,
         urgency=urgency,
     )
@@ -124,38 +128,49 @@ def _step(record: TimeRecord) -> int | None:
 
 
 UNKNOWN = "running"
-"""The state of a worker without a record of its times."""
+"""The kind of activity of a worker without a record of its times."""
 
 DONE = "done"
-"""The state of a worker whose process has ended with exit code 0."""
+"""The kind of activity of a worker whose process has ended with exit code 0."""
 
 NO_SIGN = "no sign of life"
-"""The state of a worker that is stopped, swapped out or cut off from its disk, followed by the time since when."""
+"""The kind of activity of a worker that is stopped, swapped out or cut off from its disk."""
 
 _TRAINING = "training"
 
 
-def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
-    """Returns what a worker does, and whether it trains."""
+class _Activity(NamedTuple):
+    """What a worker does: of which kind, for how many seconds if that is worth telling, and whether it trains."""
+
+    kind: str
+    seconds: float | None = None
+    trains: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.kind if self.seconds is None else f"{self.kind} {short_duration(self.seconds)}"
+
+
+def _activity(seen: SeenWorker, now: float) -> _Activity:
     record, rate = seen.record, seen.recent.steps_per_second
     if seen.ended is not None:
-        return seen.ended, False
+        return _Activity(seen.ended)
     if record is None:
-        return UNKNOWN, False
+        return _Activity(UNKNOWN)
     if record.sign is not None:
         silent = now - max(record.sign.time, record.time)
         if silent >= _SILENT_SECONDS:
-            return f"{NO_SIGN} {short_duration(silent)}", False
+            return _Activity(NO_SIGN, silent)
     idle = max(0.0, now - record.time)
     has_stepped = record.steps > record.resumed_steps and idle < _JUST_NOW_SECONDS
     if record.phase in IN_STEPS or (record.phase == CALLBACK and has_stepped):
         if idle < max(_LONG_STEP_SECONDS, 3 / rate if rate else 0.0):
-            return _TRAINING, True
-        return f"{_part_of_step(record)} {short_duration(idle)}", False
+            return _Activity(_TRAINING, trains=True)
+        return _Activity(_part_of_step(record), idle)
     if record.phase == OWN_LOOP:  # Its steps are not seen, so it may well train.
-        return (_TRAINING if idle < _LONG_STEP_SECONDS else f"own loop {short_duration(idle)}"), True
-    since = f" {short_duration(idle)}" if idle >= _LONG_PHASE_SECONDS else ""
-    return f"{_NAMES[record.phase]}{since}", False
+        is_long = idle >= _LONG_STEP_SECONDS
+        return _Activity("own loop", idle, trains=True) if is_long else _Activity(_TRAINING, trains=True)
+    return _Activity(_NAMES[record.phase], idle if idle >= _LONG_PHASE_SECONDS else None)
 
 
 def _part_of_step(record: TimeRecord) -> str:
@@ -193,7 +208,7 @@ def rest_line(rows: Sequence[WorkerRow], chosen: Sequence[WorkerRow]) -> str | N
     rest = [row for row in rows if row not in chosen]
     if not rest:
         return None
-    kinds = {_kind(row.state) for row in rest}
+    kinds = {row.kind for row in rest}
     steps = sorted(row.step for row in rest if row.step is not None)
     told = f", {kinds.pop()}" if len(kinds) == 1 else ""
     at = ""
@@ -202,25 +217,20 @@ def rest_line(rows: Sequence[WorkerRow], chosen: Sequence[WorkerRow]) -> str | N
     return f"and {len(rest)} more{told}{at}"
 
 
-def _kind(state: str) -> str:
-    """Returns a state without its duration: "own loop" of "own loop 45 s"."""
-    return re.sub(r" \d+ (s|min|h)$", "", state)
-
-
 def progress_line(rows: Sequence[WorkerRow]) -> str | None:
     """Returns a line for a log: "step 1200, 3.1 steps/s, 4 workers"; `None` if the workers do not record times."""
-    told = [row for row in rows if row.state != UNKNOWN]
+    told = [row for row in rows if row.kind != UNKNOWN]
     known = [row for row in told if row.step is not None]
     count = counted(len(rows), "worker")
     if not told:
         return None
     if not known:
-        first = min(told, key=lambda row: (row.urgency, row.state == DONE, row.state == _TRAINING))
-        return f"{_shown(first, are_alike=len({_kind(row.state) for row in rows}) == 1)}, {count}"
+        first = min(told, key=lambda row: (row.urgency, row.kind == DONE, row.kind == _TRAINING))
+        return f"{_shown(first, are_alike=len({row.kind for row in rows}) == 1)}, {count}"
     step = min(row.step or 0 for row in known)
     rates = [row.steps_per_second for row in known if row.steps_per_second is not None]
-    last = min(known, key=lambda row: (row.urgency, row.state.startswith(EXCHANGE), row.step or 0))
-    are_alike = len(known) > 1 and len({_kind(row.state) for row in known}) == 1  # All wait if one of them hangs.
+    last = min(known, key=lambda row: (row.urgency, row.kind == EXCHANGE, row.step or 0))
+    are_alike = len(known) > 1 and len({row.kind for row in known}) == 1  # All wait if one of them hangs.
     what = f"{min(rates):.3g} steps/s" if rates and last.is_calm else _shown(last, are_alike=are_alike)
     return f"step {step}, {what}, {count}"
 

@@ -96,7 +96,8 @@ def _table(rows: Sequence[WorkerRow], width: int) -> rich.table.Table:
 
 def _cell(column: _Column, row: WorkerRow, width: int) -> str:
     text = column.text(row)
-    return text if width >= _ROOMY else text.replace(NO_SIGN, _SHORT_NO_SIGN)
+    is_long = column.is_left and row.kind == NO_SIGN
+    return text.replace(NO_SIGN, _SHORT_NO_SIGN) if is_long and width < _ROOMY else text
 
 
 def _rate(steps_per_second: float | None) -> str:
