@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfdist._compat import keras_internals
-from tfdist.readable_numbers import size
+from tfdist.readable_numbers import counted, size
+from tfdist.strategies.collectives.shard_groups import is_group_size
 from tfdist.strategies.compression import from_name
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
@@ -30,7 +31,8 @@ class MemoryEstimate:
       replicas: Number of replicas.
       needs: The memory of each replica, by the value of `model_sharding`.
       shard_group_size: Number of replicas that divide the model among themselves; `None` for all.
-      needs_in_groups: The same as `needs`, by each size that groups can have. The largest is one group of all.
+      needs_in_groups: The same as `needs`, by each divisor of `replicas` from 2 on. A strategy takes a size if it also
+        fits the devices of a worker. The largest is one group of all.
     """
 
     replicas: int
@@ -104,7 +106,8 @@ def estimate_memory(
 
     Makes the model in a graph that is never run, so no weights are allocated and the model may be larger than the
     memory. Takes about as long as building the model. Activations and batches are not counted: they grow with the batch
-    size of a worker. So do the exchanges of a `tfdist.layers.ShardedEmbedding`, of which the rows of a replica count.
+    size of a worker. So do the exchanges of a `tfdist.layers.ShardedEmbedding`, for which it counts the rows of one
+    replica.
 
         tfdist.estimate_memory(make_model, replicas=4)
 
@@ -112,7 +115,9 @@ def estimate_memory(
       make_model: A function that returns a built and compiled model, as in the scope of a strategy.
       replicas: Number of replicas: workers times devices of each.
       compression: The argument of the strategy, if it compresses.
-      shard_group_size: The argument of the strategy, if groups of replicas divide the model among themselves.
+      shard_group_size: The argument of the strategy, if groups of replicas divide the model among themselves. It must
+        divide `replicas`. A strategy takes such a size if it also fits the devices of a worker: it divides their
+        number, or is a multiple of it. With one replica it is ignored.
 
     Returns:
       The estimate. `print` shows a table, and `verdict` names the options that fit into a given memory.
@@ -128,16 +133,21 @@ def estimate_memory(
             f"weights, got {make_model!r}."
         )
     sizes, policy = group_sizes(replicas), policy_of(compression)
-    if shard_group_size is not None and (isinstance(shard_group_size, bool) or shard_group_size not in sizes):
-        possible = ", ".join(map(str, sizes)) or "none, since there is one replica"
+    in_groups = shard_group_size is not None
+    if in_groups and not (is_group_size(shard_group_size) and (replicas == 1 or shard_group_size in sizes)):
+        possible = ", ".join(map(str, sizes)) or "any, since one replica has no groups"
         raise ValueError(
             f"`shard_group_size` must be an integer of at least 2 that divides the number of replicas, got "
-            f"{shard_group_size!r} for {replicas} replicas. Possible sizes: {possible}."
+            f"{shard_group_size!r} for {counted(replicas, 'replica')}. Possible sizes: {possible}."
         )
     with unallocated(make_model) as model:
         shapes = _shapes_of(model, policy)
     needs = {each: needs_of(shapes, replicas, each) for each in sizes} or {1: needs_of(shapes, 1)}
-    return MemoryEstimate(replicas, needs[shard_group_size or replicas], shard_group_size, needs)
+    if policy is not None:  # Strategies refuse it with compression.
+        for each in needs.values():
+            each.pop("parameters", None)
+    group_size = None if replicas == 1 else shard_group_size
+    return MemoryEstimate(replicas, needs[group_size or replicas], group_size, needs)
 
 
 @contextlib.contextmanager

@@ -221,10 +221,29 @@ def test_the_verdict_names_the_groups_that_fit():
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("replicas", "size"), [(4, 3), (4, 8), (4, 1), (4, True), (4, 2.5), (1, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "size"),
+    [(4, 3), (4, 8), (4, 1), (4, True), (4, 2.5), (4, 4.0), (4, np.int64(4)), (1, 1), (1, 2.5)],
+)
 def test_groups_of_unequal_size_are_refused(replicas, size):
     with pytest.raises(ValueError, match="`shard_group_size` must be an integer of at least 2 that divides"):
         tfdist.estimate_memory(small_model, replicas, shard_group_size=size)
+
+
+@pytest.mark.unit
+def test_one_replica_ignores_the_size_of_groups():
+    estimate = tfdist.estimate_memory(small_model, 1, shard_group_size=2)
+
+    assert estimate.shard_group_size is None and list(estimate.needs) == [None]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("compression", ["float16", "int8", lambda shape, dtype, path: None])
+def test_weights_are_not_divided_with_compression(compression):
+    estimate = tfdist.estimate_memory(huge_model, 4, compression=compression)
+
+    assert "parameters" in tfdist.estimate_memory(huge_model, 4).needs
+    assert not any("parameters" in needs for needs in (estimate.needs, *estimate.needs_in_groups.values()))
 
 
 @pytest.mark.unit

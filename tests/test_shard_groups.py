@@ -184,7 +184,7 @@ def test_one_replica_needs_no_groups():
 def test_unequal_groups_are_refused(pools):
     with pytest.raises(WorkerError) as error:
         pools("1x4").run(sharding_checks.trained, "1x4", "adam", "optimizer", shard_group_size=3)
-    assert "got 3 for 1 workers with 4 devices each. Give one of 2, 4." in str(error.value.__cause__)
+    assert "got 3 for 1 worker with 4 devices each. Give one of 2, 4." in str(error.value.__cause__)
 
 
 FREEZES = """

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tfdist.readable_numbers import counted
+
 
 class Box(NamedTuple):
     """Some devices of some workers: the replicas of `devices`, counted within their worker, on each of `workers`."""
@@ -43,8 +45,8 @@ class ShardGroups:
         if size not in possible:
             raise ValueError(
                 "`shard_group_size` must divide the number of devices of a worker, or be a multiple of it that divides "
-                f"the number of all replicas, got {size} for {workers} workers with {devices} devices each. Give one "
-                f"of {', '.join(map(str, possible))}."
+                f"the number of all replicas, got {size} for {counted(workers, 'worker')} with "
+                f"{counted(devices, 'device')} each. Give one of {', '.join(map(str, possible))}."
             )
         return cls(size, workers, devices)
 
@@ -71,11 +73,16 @@ class ShardGroups:
         )
 
 
+def is_group_size(size: Any) -> bool:
+    """Whether a value is an integer that a group of several replicas can have as its size."""
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 2
+
+
 def check_shard_group_size(size: Any, model_sharding: Any) -> None:
     """Raises a ValueError if `shard_group_size`, an argument of a strategy, can have no meaning."""
     if size is None:
         return
-    if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+    if not is_group_size(size):
         raise ValueError(
             f"`shard_group_size` must be an integer of at least 2, got {size!r}. Leave it out for one group of all "
             "replicas."

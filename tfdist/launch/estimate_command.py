@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shard-group-size",
         type=arguments.positive_int,
         metavar="N",
-        help="number of replicas that divide the model among themselves; all by default",
+        help="number of replicas that divide the model among themselves; all by default. A strategy takes a size that "
+        "also fits the devices of a worker",
     )
 
 
