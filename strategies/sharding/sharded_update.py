@@ -161,7 +161,7 @@ class ShardedUpdate:
         unknown = [state.name for state in self.assigned if not any(state is each for each in known)]
         if unknown:
             raise ValueError(
-                f"With model_sharding='optimizer' one replica updates each weight of {self._optimizer.name!r}, "
+                f"With model_sharding one replica updates each weight of {self._optimizer.name!r}, "
                 f"which assigns {', '.join(map(repr, unknown))}, but it is not known for which weight. Make it by "
                 "`add_variable_from_reference`, or keep it in a list in the order of the weights."
             )

@@ -154,7 +154,7 @@ def _warn_of_whole_state(kind: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
         logging.warning(
-            "model_sharding='optimizer' does nothing for %s, which makes its state before `build` of its parent class, "
-            "so that it is not known which weights it trains. Call `super().build(variables)` first.",
+            "The state of %s is not divided: it is made before `build` of its parent class, when its weights are not "
+            "known. Call `super().build(variables)` first.",
             kind,
         )
