@@ -305,7 +305,7 @@ def is_keras_call(file: str, function: str) -> bool:
 
 
 def is_of_py_datasets(file: str) -> bool:
-    """Returns whether a file is that of Keras whose threads call the user's `PyDataset`, to report the line there."""
+    """Returns whether a file is the one in which Keras' threads call the user's `PyDataset`, to report its line."""
     return file == _PY_DATASETS
 
 

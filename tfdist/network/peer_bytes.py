@@ -44,9 +44,10 @@ class Connection(NamedTuple):
 
 
 class PeerBytes:
-    """The bytes on the connections between the ports in TF_CONFIG, those of this process.
+    """The bytes on this process's connections between the ports in TF_CONFIG.
 
-    Connections that have ended count with their last known bytes.
+    Connections that have ended count with their last known bytes. Ends are known by their ports alone. So a connection
+    to another server counts too, if that server has the port of a peer.
 
     Args:
       own_port: Port of this worker.

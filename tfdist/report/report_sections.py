@@ -164,9 +164,9 @@ def traffic_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
 
 _BYTES = (
     "Raw are gradients without compression; without the argument `compression` of the strategy they are not counted. "
-    "All bytes are those of training steps between workers: gradients, logs, statistics and headers. Of workers with "
-    "several devices each they are all bytes on TensorFlow's connections, too. With GPUs they are unknown. What a "
-    "worker sent after its last figures, before it was killed, is missing."
+    "All bytes are those of training steps between workers: gradients, logs, statistics and headers. With several "
+    "devices each, or `transport='tensorflow'`, all bytes on TensorFlow's connections count too. With GPUs they are "
+    "unknown. What a worker sent after its last figures, before it was killed, is missing."
 )
 
 
