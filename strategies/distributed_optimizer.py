@@ -239,8 +239,8 @@ class _Exchange:
             whole(distribution, grads_and_vars, learning_rate)
             return
         for grad, variable in grads_and_vars:
-            with update.after_earlier_updates(variable), update.only_rows(grad, variable) as one:
-                whole(distribution, [one], learning_rate)
+            with update.after_earlier_updates(variable):
+                update.apply(grad, variable, lambda *one: whole(distribution, [one], learning_rate))
 
     def _update_model_variables_moving_average(self, trainable_variables):
         step = current_step()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from keras_features import strategy_of as strategy
 from strategy_checks import own_index
 from tfdist.callbacks import BackupAndRestore
 from tfdist.layers import ShardedEmbedding
+from tfdist.strategies.sharding import table_rows
 
 TABLE, LENGTH, ROWS, BATCH = (11, 5), 4, 50, 24  # The last batch has 2 rows, fewer than replicas of "2x2".
 OPTIMIZERS = {
@@ -91,6 +93,12 @@ def trained(placement, optimizer, **options):
     losses = fitted(model)
     losses += [model.evaluate(*data(), batch_size=BATCH, verbose=0)]
     return results(model, [*losses, model.predict(data()[0], batch_size=BATCH, verbose=0)])
+
+
+def trained_in_blocks(placement, optimizer, rows):
+    """As `trained`, where optimizers update blocks of this number of rows."""
+    with mock.patch.multiple(table_rows, _LEAST_BLOCK_BYTES=TABLE[1] * 4 * rows, _MOST_BLOCKS=TABLE[0]):
+        return trained(placement, optimizer)
 
 
 FEATURES = {}

@@ -30,6 +30,17 @@ def test_training_equals_one_device(placement, optimizer, pools):
         assert_close(result, expected)
 
 
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in checks.OPTIMIZERS if name != "adam")],
+)
+def test_training_in_blocks_of_rows_equals_one_device(optimizer, rows, pools):
+    expected = on_one_device(pools, checks.trained, optimizer)
+    for result in pools("1x2").run(checks.trained_in_blocks, "1x2", optimizer, rows):
+        assert_close(result, expected)
+
+
 @pytest.mark.parametrize(("placement", "name"), placements(checks.FEATURES, ["subclassed", "train_step"]))
 def test_features_equal_one_device(placement, name, pools):
     expected = on_one_device(pools, checks.with_feature, name)
@@ -68,7 +79,7 @@ def test_each_replica_has_its_rows_and_their_state(placement, pools):
 
 
 @pytest.mark.parametrize(("optimizer", "reads"), [("sgd", False), ("adagrad", False), ("adam", True)])
-def test_a_step_reads_a_whole_part_only_if_it_changes_all_rows(optimizer, reads, pools):
+def test_a_step_reads_a_whole_small_part_only_if_it_changes_all_rows(optimizer, reads, pools):
     for names in pools("1x2").run(checks.reads_of_whole_parts, "1x2", optimizer):
         assert bool(names) == reads, names
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,7 @@ from tfdist.strategies.sharding.part_clipping import clipped
 from tfdist.strategies.sharding.part_tensors import Division, part_of
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight, is_sharded_weight
-from tfdist.strategies.sharding.table_rows import only_rows_with_gradients
+from tfdist.strategies.sharding.table_rows import update_table
 from tfdist.strategies.sharding.table_update import table_of
 from tfdist.strategies.sharding.weight_part import MatrixPart, WeightPart, tensorflow_variable
 from tfdist.strategies.sharding.work_ahead import WorkAhead
@@ -109,12 +109,13 @@ class ShardedUpdate:
         if assigning is not None:  # In a graph.
             self._assigning.add(assigning, variable.shape.num_elements() * variable.dtype.size)
 
-    def only_rows(self, gradient: Any, variable: Any) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
-        """Context with the gradient and the variable for an update of one variable; see `only_rows_with_gradients`."""
+    def apply(self, gradient: Any, variable: Any, update: Callable[[Any, Any], None]) -> None:
+        """Calls `update` with a gradient and a variable; for a table with some of its rows at a time."""
         table = self._table_of_part.get(id(variable))
         if table is None:
-            return contextlib.nullcontext((gradient, variable))
-        return only_rows_with_gradients(self._optimizer, gradient, table, variable, self._step)
+            update(gradient, variable)
+        else:
+            update_table(self._optimizer, gradient, table, variable, self._step, update)
 
     def gather(self, part: tf.Tensor) -> tf.Tensor:
         """Gathers a tensor that is divided as the weight `updated`, such as its momentum; returns the whole tensor."""
