@@ -41,11 +41,12 @@ class TableReducer:
 
         @tf.custom_gradient
         def looked_up(handle):
+            del handle  # Has the gradient.
             if tf.executing_eagerly():
                 what = f"look up rows of {table.path!r}"
-                rows = merged(step, what, functools.partial(_on_all_replicas, look_up), handle, ids)
+                rows = merged(step, what, functools.partial(_on_all_replicas, look_up), ids)
             else:
-                rows = look_up(handle, ids, replica=step.replica)
+                rows = look_up(ids, replica=step.replica)
 
             def gradient(upstream):
                 return tf.IndexedSlices(tf.cast(upstream, table.dtype), ids, shape)
@@ -78,13 +79,12 @@ class TableReducer:
     def look_up_outside(self, table: ShardedTable, ids: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """Returns rows of a table, eagerly and outside of a step. All workers must call this method, with any ids."""
         look_up = functools.partial(self._look_up, table=table, dtype=dtype)
-        return _run_all(look_up, [(part.handle, ids[:0] if i else ids) for i, part in enumerate(table.values)])[0]
+        return _run_all(look_up, [(ids[:0] if i else ids,) for i in range(len(table.values))])[0]
 
-    def _look_up(
-        self, handle: tf.Tensor, ids: tf.Tensor, *, table: ShardedTable, dtype: tf.DType, replica: int
-    ) -> tf.Tensor:
+    def _look_up(self, ids: tf.Tensor, *, table: ShardedTable, dtype: tf.DType, replica: int) -> tf.Tensor:
         def rows_of_part(rows: tf.Tensor) -> tf.Tensor:
             # Reads only these rows. A read of the variable would copy it after the first assignment of rows.
+            handle = table.values[replica].handle
             return tf.raw_ops.ResourceGather(resource=handle, indices=rows, dtype=table.dtype)
 
         return self._exchange.look_up(rows_of_part, ids, partition=table.partition, replica=replica, dtype=dtype)
