@@ -111,7 +111,8 @@ def unlike_calls(positions: Positions) -> str | None:
     return (
         f"{UNLIKE_CALLS}, since each call waits for all workers, but {said}. "
         "Call `fit`, `evaluate`, `predict` and similar methods on all workers, and put only code that writes files "
-        "under `if tfdist.cluster.is_chief():`."
+        "under `if tfdist.cluster.is_chief():`. All workers save a model with `model_sharding` or a ShardedEmbedding, "
+        "each with a path of its own."
     )
 
 
