@@ -8,10 +8,12 @@ from tfdist._compat import tf_internals
 from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy
 from tfdist.strategies.replicated_extended import ReplicatedExtended
 from tfdist.strategies.sharding.freed_memory import return_freed_memory
+from tfdist.strategies.sharding.state_creation import check_model_sharding
 from tfdist.strategies.virtual_devices import local_devices
 
 
@@ -29,7 +31,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       model_sharding: `"optimizer"` divides the optimizer's state among the devices, `"parameters"` the weights too;
         see `MultiWorkerMirroredStrategy`.
       shard_group_size: Number of devices that divide the model among themselves, if not all of them do; see
-        `MultiWorkerMirroredStrategy`.
+        `MultiWorkerMirroredStrategy`. One replica ignores it.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. A single process
         uses only the deadlines for preemption and, under `tfdist run`, for the watchdog.
 
@@ -37,9 +39,9 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       fault_tolerance: The deadlines in use.
 
     Raises:
-      ValueError: If no codec has the given name, an environment variable is not a valid deadline, `compression` is
-        given with `cross_device_ops` that do not reduce by collectives, or groups of `shard_group_size` are not
-        possible.
+      ValueError: If no codec has the given name, `model_sharding` is unknown, `shard_group_size` is given without
+        `model_sharding`, groups of this size are not possible, `compression` or `model_sharding` is given with
+        `cross_device_ops` that do not reduce by collectives, or an environment variable is not a valid deadline.
       TypeError: If `compression` is a function with other arguments.
     """
 
@@ -54,7 +56,10 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         shard_group_size=None,
         fault_tolerance=None,
     ):
+        check_model_sharding(model_sharding)
+        check_shard_group_size(shard_group_size, model_sharding)
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
+        self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
         warn_if_one_of_many(never_joins=True)
         if model_sharding == "parameters":
             return_freed_memory()
@@ -63,7 +68,6 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
-        self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if self.num_replicas_in_sync > 1:

@@ -78,7 +78,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         by default all. Each group of consecutive replicas then has the whole model. A step gathers weights within a
         group only, and only parts of gradients travel between groups; with `compression` whole gradients, encoded. It
         must divide the number of devices of a worker, or be a multiple of it that divides the number of replicas. Equal
-        on all workers.
+        on all workers. One replica ignores it.
       exchange_group_size: Number of workers that exchange among themselves first; by default each worker exchanges with
         all others. Then each worker exchanges with the workers of its group, and with those that have its place in
         other groups, and has no connections to the rest. `"auto"` makes groups of about the square root of the number
@@ -93,8 +93,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     Raises:
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or differs from the resolver's.
       ClusterError: If a worker is late, or has another cluster, other versions or another number of devices.
-      ValueError: If no codec or transport has the given name, an environment variable is not a valid deadline, or
-        groups of `shard_group_size` or `exchange_group_size` are not possible.
+      ValueError: If no codec or transport has the given name, `model_sharding` is unknown, `shard_group_size` is given
+        without `model_sharding`, groups of this size or of `exchange_group_size` are not possible, or an environment
+        variable is not a valid deadline.
       TypeError: If `compression` is a function with other arguments.
     """
 
@@ -114,16 +115,15 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         policy_of(compression)  # Checks the argument before any worker waits for its peers.
         if transport not in _TRANSPORTS:
             raise ValueError(f"`transport` must be one of {', '.join(map(repr, _TRANSPORTS))}, got {transport!r}.")
-        self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
-        self.compression, self.model_sharding = compression, model_sharding
-        self.shard_group_size = shard_group_size
         check_model_sharding(model_sharding)
         check_shard_group_size(shard_group_size, model_sharding)
-        self.exchange_group_size = exchange_group_size
         check_exchange_group_size(exchange_group_size)
+        self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
+        self.compression, self.transport = compression, transport
+        self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
+        self.exchange_group_size = exchange_group_size
         if model_sharding == "parameters":
             return_freed_memory()
-        self.transport = transport
         if cluster_resolver is None and ClusterSpec.from_env() is None:
             warn_if_one_of_many()
             # TensorFlow's own resolver would read an empty TF_CONFIG as JSON.
@@ -138,22 +138,27 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if extended._num_workers > 1:
-            with first_exchange():
-                self.reduce("SUM", tf.ones([]), axis=None)  # Each worker receives from a peer, unlike in a broadcast.
-                share_seed(self)
-            extended.connect_peers(transport)
-            watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
-            self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]), len(extended.worker_devices))
-            self.reports.stragglers = StragglerWatch(
-                *(extended.board, ClusterSpec.from_env().training_addresses, extended.link_speeds),
-                self.reports.publish_links,
-            )
-            watch_models_outside(extended._num_workers)
-            self._use = StrategyUse()  # Without the exchanges above, which are not the user's.
-            if extended.should_checkpoint:
-                atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)
+            self._meet_peers()
         else:
             watchdog.start_alone(self)
+
+    def _meet_peers(self):
+        """Makes the first exchange with all workers, connects them, and begins to watch them."""
+        extended = self.extended
+        with first_exchange():
+            self.reduce("SUM", tf.ones([]), axis=None)  # Each worker receives from a peer, unlike in a broadcast.
+            share_seed(self)
+        extended.connect_peers(self.transport)
+        watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
+        self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]), len(extended.worker_devices))
+        self.reports.stragglers = StragglerWatch(
+            *(extended.board, ClusterSpec.from_env().training_addresses, extended.link_speeds),
+            self.reports.publish_links,
+        )
+        watch_models_outside(extended._num_workers)
+        self._use = StrategyUse()  # Without the exchanges above, which are not the user's.
+        if extended.should_checkpoint:
+            atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Makes each worker's own dataset, and compares the lengths or settings of all; see `ReplicatedStrategy`."""

@@ -134,15 +134,7 @@ class ReplicatedStrategy:
         if self.num_replicas_in_sync > 1:
             dataset = owning_memory(dataset)
         if not keras_stack.called_by_trainer():
-            row = None
-            if self.extended._num_workers > 1 and auto_shard_policy.is_split_by_rows(dataset):
-                row = ExampleRow()
-                dataset = self._compare_rows(dataset, None).watch(dataset, functools.partial(note_row, row=row))
-            distributed = super().experimental_distribute_dataset(dataset, options)
-            first_pass = self._first_pass(row)
-            if is_own:
-                return DatasetOfEachWorker(distributed, dataset, first_pass)
-            return NotedDataset(distributed, first_pass)
+            return self._distributed_for_loop(dataset, options, is_own=is_own)
         if is_own and keras_stack.loop_to_distribute() == "predict":
             raise auto_shard_policy.unordered(dataset)
         comparison = None
@@ -170,6 +162,18 @@ class ReplicatedStrategy:
         if not keras_stack.is_evaluating():
             self.reports.feed(keras_stack.fitting_models(), None)
         return PeekableDataset(distributed, comparison, self._first_pass() if is_own else None)
+
+    def _distributed_for_loop(self, dataset, options, *, is_own):
+        """Splits `dataset` for a loop of the user. `is_own` tells whether each worker reads its own rows."""
+        row = None
+        if self.extended._num_workers > 1 and auto_shard_policy.is_split_by_rows(dataset):
+            row = ExampleRow()
+            dataset = self._compare_rows(dataset, None).watch(dataset, functools.partial(note_row, row=row))
+        distributed = super().experimental_distribute_dataset(dataset, options)
+        first_pass = self._first_pass(row)
+        if is_own:
+            return DatasetOfEachWorker(distributed, dataset, first_pass)
+        return NotedDataset(distributed, first_pass)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Makes each worker's own dataset; see `tf.distribute.Strategy.distribute_datasets_from_function`.

@@ -18,7 +18,7 @@ from tfdist.strategies import step as steps
 from tfdist.strategies.chief_only_guard import check_in_company, check_is_read_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
-from tfdist.strategies.collectives.shard_groups import ShardGroups, check_shard_group_size
+from tfdist.strategies.collectives.shard_groups import ShardGroups
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.compression_policy import is_uncompressed, policy_of
 from tfdist.strategies.compression_state import CompressionState
@@ -31,7 +31,7 @@ from tfdist.strategies.sharding.part_reducer import PartReducer
 from tfdist.strategies.sharding.sharded_state import ShardedState
 from tfdist.strategies.sharding.sharded_table import ShardedTable
 from tfdist.strategies.sharding.sharded_weight import ShardedWeight
-from tfdist.strategies.sharding.state_creation import check_is_updated_in_parts, check_model_sharding, make_in_parts
+from tfdist.strategies.sharding.state_creation import check_is_updated_in_parts, make_in_parts
 from tfdist.strategies.sharding.table_update import table_of, update_parts
 from tfdist.strategies.table_reducer import TableReducer
 
@@ -56,8 +56,6 @@ class ReplicatedExtended:
 
     def shard(self, model_sharding, group_size=None):
         """Sets what of a model is sharded among whom, by arguments of the strategy; called once, before `compress`."""
-        check_model_sharding(model_sharding)
-        check_shard_group_size(group_size, model_sharding)
         self.model_sharding = model_sharding
         if self._num_replicas_in_sync == 1:
             return
@@ -69,7 +67,7 @@ class ReplicatedExtended:
         elif model_sharding is not None:
             raise ValueError(
                 f"model_sharding={model_sharding!r} exchanges parts of weights by collectives, but cross_device_ops is "
-                f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
+                f"{self.cross_device_ops_name}. Leave cross_device_ops out."
             )
 
     def parts_of(self, division):
@@ -103,7 +101,7 @@ class ReplicatedExtended:
         if policy is not None and self._num_replicas_in_sync > 1 and not isinstance(collectives, Collectives):
             raise ValueError(
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
-                f"{type(collectives).__name__}. Leave cross_device_ops out."
+                f"{self.cross_device_ops_name}. Leave cross_device_ops out."
             )
         if policy is not None and self.model_sharding == "parameters":
             raise ValueError(
@@ -117,6 +115,11 @@ class ReplicatedExtended:
         self.reducer = GradientReducer(
             collectives, encoding, self.worker_devices, self._num_replicas_in_sync, self.parts
         )
+
+    @property
+    def cross_device_ops_name(self):
+        """The name of the class that reduces values over the replicas, for errors."""
+        return type(self._cross_device_ops).__name__
 
     @property
     def replicas(self):

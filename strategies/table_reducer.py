@@ -29,12 +29,12 @@ class TableReducer:
         """Returns rows of a table in a step: ids [n] -> [n, ...]. The gradient is that of a lookup in a whole table.
 
         Raises:
-          ValueError: In a loop within the step, which may run unequally often on the replicas.
+          ValueError: In a loop or a branch within the step, which may run unequally often on the replicas.
         """
-        if step.in_loop:
+        if step.in_loop or step.in_branch:
             raise ValueError(
                 f"A ShardedEmbedding exchanges rows, so all replicas must call it equally often, but {table.path!r} is "
-                "looked up in a tf.while_loop or a recurrent layer. Look up all ids before the loop."
+                "looked up in a tf.while_loop, a recurrent layer or a branch of tf.cond. Look up all ids before it."
             )
         shape = tf.constant(table.partition.shape, tf.int64 if ids.dtype == tf.int64 else tf.int32)
         look_up = functools.partial(self._look_up, table=table, dtype=dtype)

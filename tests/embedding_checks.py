@@ -368,7 +368,8 @@ def by_checkpoint(placement, folder, name):
 
 
 def refused(placement, what):
-    place = strategy(placement)
+    ops = {"cross_device_ops": tf.distribute.ReductionToOneDevice()} if what == "cross_device_ops" else {}
+    place = strategy(placement, **ops)
     start_anew()
     options = {"regularizer": {"embeddings_regularizer": "l2"}, "constraint": {"embeddings_constraint": "non_neg"}}
     with place.scope():
@@ -392,5 +393,12 @@ def refused(placement, what):
             model.optimizer.apply(tape.gradient(loss, variables), variables)
 
         place.run(tf.function(step))
+    elif what == "branch":
+
+        def look_up():
+            ids = data()[0]
+            return tf.cond(tf.reduce_sum(ids) >= 0, lambda: table(ids), lambda: tf.zeros([*ids.shape, TABLE[1]]))
+
+        place.run(tf.function(look_up))
     else:
         fitted(model)

@@ -143,6 +143,8 @@ def test_a_backup_continues_on_other_replicas(before, after, pools, tmp_path):
         ("optimizer", "must update each element by itself, but 'muon'"),
         ("export", "called in another tf.function, as for `export`"),
         ("read", "cannot read the whole table"),
+        ("branch", "is looked up in a tf.while_loop, a recurrent layer or a branch of tf.cond"),
+        ("cross_device_ops", "exchanges rows by collectives, but cross_device_ops is ReductionToOneDevice"),
         ("apply", "Call `apply` on `strategy.distributed_optimizer(optimizer)`"),
     ],
 )

@@ -16,10 +16,10 @@ from tfdist.strategies.step import current_step
 class ShardedEmbedding(keras.layers.Embedding):
     """`keras.layers.Embedding` with a table whose rows, and their optimizer state, are divided among all replicas.
 
-    Each replica has one row of as many as there are replicas. In a step it gets the rows of its ids from their owners,
-    each row once, and sends their gradients back. So a step takes memory and traffic for the ids of the batch, not for
-    the table. The results are those of `keras.layers.Embedding` on one device. Without a strategy, and on one replica,
-    it is a plain `keras.layers.Embedding`.
+    Of R replicas each has every R-th row. In a step it gets the rows of its ids from their owners, each row once, and
+    sends their gradients back. So a step takes memory and traffic for the ids of the batch, not for the table. The
+    results are those of `keras.layers.Embedding` on one device. Without a strategy, and on one replica, it is a plain
+    `keras.layers.Embedding`.
 
     A lookup takes an exchange of counts, one of ids and one of rows; an update takes three or four exchanges for each
     table.
@@ -42,7 +42,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         replica.
 
     Raises:
-      ValueError: If several replicas are given an argument that needs the whole table, or sparse ids.
+      ValueError: If several replicas are given an argument that needs the whole table, or sparse ids, or if
+        `cross_device_ops` of their strategy do not reduce by collectives.
       tf.errors.InvalidArgumentError: In a step, on all replicas, if an id is no row of the table.
 
     References:
@@ -54,8 +55,14 @@ class ShardedEmbedding(keras.layers.Embedding):
 
     def build(self, input_shape: Any = None) -> None:
         """Makes the table."""
-        if getattr(tf.distribute.get_strategy().extended, "tables", None) is not None:
+        extended = tf.distribute.get_strategy().extended
+        if getattr(extended, "tables", None) is not None:
             self._check_arguments()
+        elif getattr(extended, "replicas", 1) > 1:
+            raise ValueError(
+                f"The ShardedEmbedding {self.name!r} exchanges rows by collectives, but cross_device_ops is "
+                f"{extended.cross_device_ops_name}. Leave cross_device_ops out, or use keras.layers.Embedding."
+            )
         super().build(input_shape)
 
     def add_weight(self, *args: Any, **kwargs: Any) -> Any:
