@@ -143,7 +143,8 @@ class NotedFunction:
                 raise
         if self._is_new:
             self._is_new = False
-            if getattr(self._model().distribute_strategy.extended, "model_sharding", None) is not None:
+            model = self._model()
+            if model is not None and getattr(model.distribute_strategy.extended, "model_sharding", None) is not None:
                 return_small_blocks()  # TensorFlow's optimizer of graphs has just freed many.
         return result
 
