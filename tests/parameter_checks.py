@@ -82,7 +82,8 @@ def conv():
 def attention():
     inputs = layers.Input((WIDTH,))
     hidden = layers.Dense(8)(layers.Reshape((WIDTH, 1))(inputs))
-    hidden = layers.MultiHeadAttention(2, 4)(hidden, hidden)
+    # The bias of keys would have no gradient but rounding, from which Adam makes updates.
+    hidden = layers.MultiHeadAttention(2, 4, use_bias=False)(hidden, hidden)
     return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(hidden)))
 
 
