@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--compute-ms must be above 0: the time of a step of one replica alone.")
         make = maker_of(args.model)
         gradients = gradients_of(make, codecs)
-        memory = None if args.memory is None else estimate_memory(make, args.replicas)
     except (ValueError, TypeError, OSError, ImportError) as error:
         logging.error("%s", error)
         return 1
@@ -95,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
     print_plan(plan, job, costs)
     if args.json is not None:
         write_whole(args.json, json.dumps(to_json(plan, job, costs), indent=2) + "\n")
-    if memory is None:
+    if args.memory is None:
         return 0
+    codec = plan.recommended.codec
+    memory = estimate_memory(make, args.replicas, compression=None if codec == NONE else codec)
     print(memory.verdict(args.memory))
     return 0 if memory.fitting(args.memory) else 1
 
