@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.plan.exchange_costs import NONE, ExchangeCosts
 from tfdist.plan.step_prediction import Gradient, PlannedStep, Prediction, predict_step
+from tfdist.readable_numbers import percent, step_time
 
 LARGEST_CURVE = 4096
 # From the exact exchange to codecs that defer most to later steps. The first of about equally fast ones is recommended.
@@ -59,6 +60,17 @@ def plan_job(job: Job, costs: ExchangeCosts) -> JobPlan:
     counts = [1 << power for power in range(LARGEST_CURVE.bit_length())]
     curve = [(job.step(NONE, each, costs), job.step(recommended.codec, each, costs)) for each in counts]
     return JobPlan(predictions, recommended, curve)
+
+
+def assumptions(job: Job, costs: ExchangeCosts) -> list[str]:
+    """Returns the assumptions of the predictions."""
+    return [
+        f"Costs: {costs.source}.",
+        f"A replica alone needs {step_time(job.compute_seconds)} for a step. Gradients appear after "
+        f"{percent(job.forward_share)} of it, from the last layer on, in proportion to their bytes.",
+        "All replicas are equally fast, and each has its own link. The network behind the links carries all of it at "
+        "once. Gradients of embeddings travel whole.",
+    ]
 
 
 def _loss(prediction: Prediction) -> int:

@@ -13,8 +13,7 @@ from absl import logging
 from tfdist.launch import arguments
 from tfdist.launch.estimate_command import maker_of
 from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
-from tfdist.plan.job_plan import Job, JobPlan, plan_job
-from tfdist.plan.plan_table import assumptions, print_plan
+from tfdist.plan.job_plan import Job, JobPlan, assumptions, plan_job
 from tfdist.symlink_safe_file import write_whole
 
 
@@ -76,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keeps the tables readable.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # Nothing is computed.
     from tfdist.plan.model_gradients import gradients_of  # Loads TensorFlow.
+    from tfdist.plan.plan_table import print_plan  # Loads rich, which `--help` does not need.
     from tfdist.strategies.memory_estimate import estimate_memory
 
     try:

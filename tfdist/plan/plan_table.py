@@ -6,7 +6,7 @@ import rich.console
 import rich.table
 
 from tfdist.plan.exchange_costs import NONE, ExchangeCosts
-from tfdist.plan.job_plan import Job, JobPlan
+from tfdist.plan.job_plan import Job, JobPlan, assumptions
 from tfdist.plan.step_prediction import Prediction
 from tfdist.readable_numbers import counted, percent, size, step_time
 
@@ -28,17 +28,6 @@ def print_plan(plan: JobPlan, job: Job, costs: ExchangeCosts) -> None:
     console.print(f"Recommended: {advice}. Predicted step: {step_time(best.seconds)}.")
     console.print(_curve(plan))
     console.print("\n".join(assumptions(job, costs)), highlight=False)
-
-
-def assumptions(job: Job, costs: ExchangeCosts) -> list[str]:
-    """Returns the assumptions of the predictions."""
-    return [
-        f"Costs: {costs.source}.",
-        f"A replica alone needs {step_time(job.compute_seconds)} for a step. Gradients appear after "
-        f"{percent(job.forward_share)} of it, from the last layer on, in proportion to their bytes.",
-        "All replicas are equally fast, and each has its own link. The network behind the links carries all of it at "
-        "once. Gradients of embeddings travel whole.",
-    ]
 
 
 def _curve(plan: JobPlan) -> rich.table.Table:
