@@ -211,11 +211,12 @@ def test_time_before_a_step_counts_for_all_replicas_of_the_process(pools):
 def test_a_step_that_waits_for_peers_reports_it(moments, section, is_single):
     if section == "input or exchange":  # A function with several steps goes on with the next one.
         section = "exchange" if is_single else "input"
-    reports = StepReports(["/device:CPU:0"], 1)
     execution = Execution(TRAIN, reads=True, is_single=is_single)
     execution.since = 3 - 0.5
-    reports.clock(0).times.assign([*moments, *[0] * 6])
-    assert reports.part_of(execution) == section
+    for replicas, expected in ((2, section), (1, section.replace("exchange", "compute"))):  # One waits for no peer.
+        reports = StepReports(["/device:CPU:0"], replicas)
+        reports.clock(0).times.assign([*moments, *[0] * 6])
+        assert reports.part_of(execution) == expected
 
 
 def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
