@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.strategies.step import Step
 
-_MOST_BYTES = 1 << 13  # Of the text that a worker sends to explain what its replicas exchange.
+_MOST_BYTES = 1 << 13  # Limit of the text in which a worker names the exchange of its replicas.
 
 
 def merged(step: Step, what: str, function: Callable[..., Any], *args: Any) -> Any:

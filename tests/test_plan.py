@@ -59,6 +59,12 @@ def test_gradients_after_the_forward_pass_leave_less_time_to_hide_the_exchange()
     assert seconds[0] < seconds[-1]
 
 
+def test_a_predicted_bucket_has_the_size_of_a_real_one():
+    from tfdist.strategies.collectives import buckets
+
+    assert BUCKET_BYTES == buckets.BUCKET_BYTES
+
+
 @pytest.mark.unit
 def test_a_large_gradient_travels_in_parts_once_it_exists():
     whole = predict_step(step(gradients=[Gradient(40e6, 40e6)]), 2, 1e9, FREE)

@@ -52,7 +52,7 @@ class InMemoryTransport(Transport):
 
 
 class _Network:
-    """What ranks exchange by: for each group of ranks, a place for the tensor of each rank, and a barrier."""
+    """The memory through which ranks exchange: a place for the tensor of each rank of a group, and a barrier."""
 
     def __init__(self, timeout_seconds: float):
         self._timeout_seconds, self._lock = timeout_seconds, threading.Lock()

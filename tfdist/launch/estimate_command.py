@@ -20,6 +20,20 @@ _CONFIG = "config.json"  # The description of the model in a .keras file.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tfdist estimate`."""
+    add_job_arguments(parser)
+    parser.add_argument("--memory", type=arguments.byte_size, metavar="SIZE", help="memory of a replica, as in 16GB")
+    parser.add_argument("--compression", metavar="CODEC", help="the codec of the strategy, as in int8")
+    parser.add_argument(
+        "--shard-group-size",
+        type=arguments.positive_int,
+        metavar="N",
+        help="number of replicas that divide the model among themselves; all by default. A strategy takes a size that "
+        "also fits the devices of a worker",
+    )
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments for the model and the number of replicas, which `tfdist plan` has too."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -32,15 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="N",
         help="number of replicas: workers times devices of each",
-    )
-    parser.add_argument("--memory", type=arguments.byte_size, metavar="SIZE", help="memory of a replica, as in 16GB")
-    parser.add_argument("--compression", metavar="CODEC", help="the codec of the strategy, as in int8")
-    parser.add_argument(
-        "--shard-group-size",
-        type=arguments.positive_int,
-        metavar="N",
-        help="number of replicas that divide the model among themselves; all by default. A strategy takes a size that "
-        "also fits the devices of a worker",
     )
 
 

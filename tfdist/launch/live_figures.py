@@ -140,7 +140,7 @@ _TRAINING = "training"
 
 
 class _Activity(NamedTuple):
-    """What a worker does: of which kind, for how many seconds if that is worth telling, and whether it trains."""
+    """The activity of a worker: its kind, its seconds if they are worth telling, and whether the worker trains."""
 
     kind: str
     seconds: float | None = None

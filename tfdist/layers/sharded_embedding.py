@@ -16,7 +16,7 @@ from tfdist.strategies.step import current_step
 class ShardedEmbedding(keras.layers.Embedding):
     """`keras.layers.Embedding` with a table whose rows, and their optimizer state, are divided among all replicas.
 
-    Of R replicas each has every R-th row. In a step it gets the rows of its ids from their owners, each row once, and
+    Each of R replicas has every R-th row. In a step it gets the rows of its ids from their owners, each row once, and
     sends their gradients back. So a step takes memory and traffic for the ids of the batch, not for the table. The
     results are those of `keras.layers.Embedding` on one device. Without a strategy, and on one replica, it is a plain
     `keras.layers.Embedding`.

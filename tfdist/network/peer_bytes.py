@@ -14,7 +14,7 @@ from typing import NamedTuple
 _SOCK_DIAG = 4  # The netlink protocol, and its request and answers; see sock_diag(7).
 _BY_FAMILY, _ERROR, _DONE = 20, 2, 3
 _REQUEST, _DUMP = 1, 0x300
-_ESTABLISHED = 1 << 1  # Of the states of TCP.
+_ESTABLISHED = 1 << 1  # A state of TCP, as a bit.
 _INFO = 2  # The extension with `struct tcp_info`.
 _MESSAGE = struct.Struct("=IHHII")  # Length, type, flags, sequence, port.
 _QUERY = struct.Struct("=BBBxI48x")  # Family, protocol, extensions, states, and no socket in particular.

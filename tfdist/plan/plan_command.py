@@ -10,8 +10,7 @@ from typing import Any
 
 from absl import logging
 
-from tfdist.launch import arguments
-from tfdist.launch.estimate_command import maker_of
+from tfdist.launch import arguments, estimate_command
 from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
 from tfdist.plan.job_plan import Job, JobPlan, assumptions, plan_job
 from tfdist.symlink_safe_file import write_whole
@@ -19,19 +18,7 @@ from tfdist.symlink_safe_file import write_whole
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tfdist plan`."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a .keras file, or a function that returns a compiled model: FILE.py:FUNCTION or MODULE:FUNCTION",
-    )
-    parser.add_argument(
-        "--replicas",
-        "-n",
-        type=arguments.positive_int,
-        required=True,
-        metavar="N",
-        help="number of replicas: workers times devices of each",
-    )
+    estimate_command.add_job_arguments(parser)
     parser.add_argument(
         "--link",
         type=arguments.bit_rate,
@@ -84,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         _check_costs(costs, codecs)
         if not args.compute_ms:
             raise ValueError("--compute-ms must be above 0: the time of a step of one replica alone.")
-        make = maker_of(args.model)
+        make = estimate_command.maker_of(args.model)
         gradients = gradients_of(make, codecs)
     except (ValueError, TypeError, OSError, ImportError) as error:
         logging.error("%s", error)

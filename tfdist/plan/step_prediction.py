@@ -23,7 +23,7 @@ class Gradient:
     """A gradient of a model.
 
     Attributes:
-      float_bytes: Bytes as float32.
+      float_bytes: Bytes of the gradient itself.
       sent_bytes: Bytes of its encoding.
     """
 
