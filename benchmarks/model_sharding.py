@@ -52,7 +52,10 @@ _ADAM = {"optimizer": "adam"}
 _LIBRARIES = {
     "tfdist": {
         "tfdist": Variant("keras_fit", _ADAM),
-        **{f"tfdist+{mode}": Variant("keras_fit", {**_ADAM, "sharding": mode}) for mode in ("optimizer", "parameters")},
+        **{
+            f"tfdist+{mode}": Variant("keras_fit", {**_ADAM, "model_sharding": mode})
+            for mode in ("optimizer", "parameters")
+        },
     },
     "pytorch": {
         "ddp": Variant("torch_ddp", _ADAM),

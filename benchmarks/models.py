@@ -132,7 +132,10 @@ class _Accelerator:
     """The times at which an accelerator has computed the gradients of the layers of a model, the last layer first.
 
     A real accelerator has the work of all layers in its queue. So a late processor does not make it later either.
+    See `set_dilation`.
     """
+
+    dilation = 1.0
 
     def __init__(self):
         self._begun = 0.0
@@ -141,8 +144,13 @@ class _Accelerator:
         """Sleeps until the gradient of a layer is there. The last layer begins the backward pass."""
         if layer == EMULATED_LAYERS - 1:
             self._begun = time.monotonic()
-        end = self._begun + EMULATED_SECONDS * (EMULATED_LAYERS - layer) / EMULATED_LAYERS
+        end = self._begun + self.dilation * EMULATED_SECONDS * (EMULATED_LAYERS - layer) / EMULATED_LAYERS
         time.sleep(max(0.0, end - time.monotonic()))
+
+
+def set_dilation(factor: float) -> None:
+    """Makes emulated accelerators of this process need `factor` times `EMULATED_SECONDS` for a step."""
+    _Accelerator.dilation = factor
 
 
 def _keras_emulated(keras):

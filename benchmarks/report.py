@@ -36,7 +36,7 @@ COLUMNS = (
     "step / floor",
     "times stock",
 )
-KEY = ("model", "workers", "link", "variant")
+KEY = ("model", "workers", "link", "variant", "dilation")
 
 
 class ResultError(ValueError):
@@ -59,6 +59,10 @@ class Row:
       bytes_per_step: Bytes sent or received, whichever is more, on the interface of the busiest worker.
       block_seconds: The median step of each block.
       stock_block_seconds: The median step of `stock` in the same round as each block, None where it failed.
+      dilation: The factor of time of the measurement, see `benchmarks.scaling`. The times above are divided by it.
+      processor_seconds: Processor time of all workers in a step, not divided.
+      worker_share: The part of the machine's processor time in a step that the workers took.
+      busy_share: The part of it that was not idle.
     """
 
     model: str
@@ -72,6 +76,10 @@ class Row:
     bytes_per_step: float | None = None
     block_seconds: tuple[float, ...] = ()
     stock_block_seconds: tuple[float | None, ...] = ()
+    dilation: float = 1.0
+    processor_seconds: float | None = None
+    worker_share: float | None = None
+    busy_share: float | None = None
 
     @property
     def is_measured(self) -> bool:

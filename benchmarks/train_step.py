@@ -6,7 +6,8 @@
     python -m benchmarks.train_step --models mlp --links 100mbit,1gbit --variants stock,tfdist-loop
     python -m benchmarks.train_step --quick --other_packages /tmp/other       # tfdist before and after a change
 
-Workers are processes on hosts of `benchmarks.netlab`, which needs root; `--nolab` uses loopback instead. All variants
+By default there are 2 and 4 workers, and links of 100mbit, 1gbit and unshaped ones. Workers are processes on hosts of
+`benchmarks.netlab`, which needs root; `--nolab` uses loopback instead. All variants
 train the same models on the same batches with equal numbers of threads:
 
     tf_keras     Keras 2 `fit` under TensorFlow's MultiWorkerMirroredStrategy
@@ -38,32 +39,22 @@ import rich.table
 import rich.text
 from absl import app, flags
 
+from benchmarks.choices import LOOPBACK, chosen, chosen_links, chosen_path, chosen_workers
 from benchmarks.models import MODELS
-from benchmarks.netlab import MAX_HOSTS, Netlab, end_on_signals, parse_rate, why_not
+from benchmarks.netlab import Netlab, end_on_signals, why_not
 from benchmarks.peers.group import THREADS
-from benchmarks.record import Record, check_writable
+from benchmarks.record import Record
 from benchmarks.report import COLUMNS, KEY, Row, cells, in_order, notes
-from benchmarks.turns import Log, Network, Plan, Variant, alive, measure
+from benchmarks.turns import Log, Network, Plan, Variant, measure
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "The mlp on 2 workers at 1 Gbit/s, unless other flags say otherwise.")
 flags.DEFINE_list("models", None, f"Some of {', '.join(MODELS)}; all by default.")
-flags.DEFINE_list("workers", None, f"Numbers of workers, 2 to {MAX_HOSTS}; 2,4 by default.")
-flags.DEFINE_list("links", None, "Rates such as 100mbit, or unshaped (also none); 100mbit,1gbit,unshaped by default.")
-flags.DEFINE_list("variants", None, "Variants to measure; all by default.")
 flags.DEFINE_list("codecs", None, "Codecs of tfdist; all by default, a few with --quick.")
-flags.DEFINE_integer("steps", 20, "Largest number of steps in a block.", 3)
-flags.DEFINE_float(
-    "seconds", 4.0, "Intended duration of a block; with slow steps it is longer, since it has at least 3 steps.", 0.0
-)
-flags.DEFINE_integer("rounds", 3, "Blocks of each variant in one start.", 1)
 flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the same program can differ by 5 %.", 1)
-flags.DEFINE_bool("nolab", False, "Use loopback: needs no root, but has no link of known rate.")
 flags.DEFINE_string("other_packages", None, "A folder of packages with which tfdist is measured once more.")
-flags.DEFINE_string("json", None, "A file for the results, for `benchmarks.report`.")
 
 _QUICK_CODECS = ("float16", "int8", "powersgd(4)")
-_LOOPBACK = "loopback, not shaped"
 _ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -75,7 +66,7 @@ def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
         **{name: Variant("keras_loop", {"library": library}) for name, library in loops.items()},
         "tf_keras": Variant("keras2_fit"),
         "tfdist": Variant("keras_fit"),
-        **{f"tfdist+{codec}": Variant("keras_fit", {"codec": codec}) for codec in codecs},
+        **{f"tfdist+{codec}": Variant("keras_fit", {"compression": codec}) for codec in codecs},
         "ddp": Variant("torch_ddp"),
         **{f"ddp+{hook}": Variant("torch_ddp", {"hook": hook}) for hook in hooks},
         # On gloo the hook can abort if several buckets, with messages of several sizes each, travel at once.
@@ -115,77 +106,12 @@ def print_table(rows: Sequence[Row]) -> None:
         console.print(note, markup=False, highlight=False)
 
 
-def chosen(flag: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
-    """The names that a list flag chooses.
-
-    Raises:
-      app.UsageError: If a name is unknown, or the list is empty.
-    """
-    names = FLAGS[flag].value
-    if names == []:
-        raise app.UsageError(f"--{flag} takes {', '.join(known)}; got nothing. Leave it out for the default.")
-    unknown = [name for name in names or [] if name not in known]
-    if unknown:
-        raise app.UsageError(f"--{flag} takes {', '.join(known)}; got {', '.join(unknown)}.")
-    return list(default) if names is None else list(names)
-
-
-def chosen_workers(quick: bool) -> list[int]:
-    """The numbers of workers that --workers chooses.
-
-    Raises:
-      app.UsageError: If a number is out of range.
-    """
-    given = (["2"] if quick else ["2", "4"]) if FLAGS.workers is None else FLAGS.workers
-    workers = [int(number) if number.isdecimal() else 0 for number in given]
-    if not workers or not 2 <= min(workers) <= max(workers) <= MAX_HOSTS:
-        raise app.UsageError(f"--workers takes numbers from 2 to {MAX_HOSTS}, got {','.join(given) or 'nothing'}.")
-    if max(workers) > alive():
-        raise app.UsageError(f"--workers takes as many as free memory holds, {alive()} here, got {max(workers)}.")
-    return workers
-
-
-def chosen_links(quick: bool) -> list[str]:
-    """The links that --links chooses.
-
-    Raises:
-      app.UsageError: If an entry is not a rate, or the list is empty.
-    """
-    if FLAGS.nolab and FLAGS.links is not None:
-        raise app.UsageError("--links needs the lab, and --nolab does without: leave one of them out.")
-    if FLAGS.nolab:
-        return [_LOOPBACK]
-    links = (["1gbit"] if quick else ["100mbit", "1gbit", "unshaped"]) if FLAGS.links is None else FLAGS.links
-    try:
-        links = ["unshaped" if parse_rate(link) is None else link.lower() for link in links]
-    except ValueError as error:
-        raise app.UsageError(f"--links takes rates, or unshaped. {error}") from error
-    if not links:
-        raise app.UsageError("--links takes rates, or unshaped; got nothing. Leave it out for the default.")
-    return list(dict.fromkeys(links))
-
-
-def chosen_path() -> pathlib.Path | None:
-    """The file that --json chooses.
-
-    Raises:
-      app.UsageError: If it cannot be written.
-    """
-    if FLAGS.json is None:
-        return None
-    path = pathlib.Path(FLAGS.json)
-    try:
-        check_writable(path)
-    except OSError as error:
-        raise app.UsageError(f"--json takes a file that can be written, got {path}: {error.strerror}.") from error
-    return path
-
-
 def main(arguments: Sequence[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"Only flags are taken, got {' '.join(arguments[1:])}.")
     quick = FLAGS.quick
-    workers, links, path = chosen_workers(quick), chosen_links(quick), chosen_path()
+    workers = chosen_workers(["2"] if quick else ["2", "4"])
+    links, path = chosen_links(["1gbit"] if quick else ["100mbit", "1gbit", "unshaped"]), chosen_path()
     codecs = available_codecs() if FLAGS.codecs != [] else []
     if unknown := [name for name in FLAGS.codecs or [] if name not in codecs]:
         raise app.UsageError(f"--codecs takes {', '.join(codecs)}; got {', '.join(unknown)}.")
@@ -197,7 +123,7 @@ def main(arguments: Sequence[str]) -> None:
     plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, FLAGS.starts)
     if not FLAGS.nolab and (why := why_not()):
         sys.exit(f"{why}\nOr use --nolab to measure over loopback, without links of known rate.")
-    settings = {**dataclasses.asdict(plan), **THREADS, "network": _LOOPBACK if FLAGS.nolab else "netlab"}
+    settings = {**dataclasses.asdict(plan), **THREADS, "network": LOOPBACK if FLAGS.nolab else "netlab"}
     if FLAGS.other_packages:
         settings["other_packages"] = FLAGS.other_packages
     record = Record(path, settings, KEY)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 import random
 import statistics
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import rich.console
 
-from benchmarks.netlab import Netlab, NetlabError
+from benchmarks.netlab import Netlab, NetlabError, parse_rate
 from benchmarks.peers.group import Group, GroupError, Host
 from benchmarks.peers.messages import Answer
 from benchmarks.record import Record
@@ -21,10 +22,10 @@ from tfdist.launch.memory_limit import free_memory
 
 Log = rich.console.Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
-_WORKER_BYTES = 1.1e9
+WORKER_BYTES = 1.1e9  # Memory of a worker.
+_CORES = len(os.sched_getaffinity(0))
 _MIN_STEPS = 3
 _WARMUP_STEPS = 4  # DDP rearranges its buckets after the first step, and PowerSGD starts at the third.
-_SETTLE_STEPS = 3  # Steps until caches no longer hold the data of another variant.
 _START_SECONDS = 180.0
 _BLOCK_SECONDS, _BLOCK_TIMES = 300.0, 10.0  # Deadline of a block: at least these seconds, or times its expected time.
 _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
@@ -54,18 +55,29 @@ class Loopback:
 class Network:
     """The hosts of the workers, and their links, with an adjustable rate unless they use loopback.
 
+    Args:
+      lab: The lab of the hosts, or None for loopback.
+      workers: Number of workers.
+      dilations: Factors of time by link. Where time is dilated by K, an emulated accelerator needs K times as long and
+        a link has a Kth of its rate, so that the processors of this machine stand for processors that are K times as
+        fast. 1 for links that are not given.
+
     Attributes:
       hosts: The hosts, one per worker.
       sharing: Number of workers that share an interface and its byte counters.
     """
 
-    def __init__(self, lab: Netlab | None, workers: int):
-        self._lab = lab
+    def __init__(self, lab: Netlab | None, workers: int, dilations: Mapping[str, float] | None = None):
+        self._lab, self._dilations = lab, dict(dilations or {})
         self.hosts: list[Host] = [Loopback()] * workers if lab is None else list(lab.hosts[:workers])
         self.sharing = workers if lab is None else 1
 
+    def dilation(self, link: str) -> float:
+        """The factor of time on a link."""
+        return self._dilations.get(link, 1.0)
+
     def shape(self, link: str) -> float | None:
-        """Sets the rate of all links and returns the measured rate in bit/s; None over loopback.
+        """Sets the rate of all links and returns the measured rate in bit/s, undilated; None over loopback.
 
         Raises:
           NetlabError: If the links miss the rate even after waiting, for example because the machine is busy.
@@ -74,13 +86,22 @@ class Network:
             return None
         for patience in (*_PATIENCE_SECONDS, None):
             try:
-                self._lab.shape(None if link == "unshaped" else link)
+                self._lab.shape(dilated(link, self.dilation(link)))
                 break
             except NetlabError:
                 if patience is None:
                     raise
                 time.sleep(patience)
-        return self._lab.bits_per_second
+        measured = self._lab.bits_per_second
+        return measured and measured * self.dilation(link)
+
+
+def dilated(link: str, factor: float) -> str | None:
+    """The rate of a link in dilated time, a `factor`th of its rate; None if it is not shaped."""
+    rate = parse_rate(link)
+    if rate is None or factor == 1:
+        return None if rate is None else link
+    return f"{rate / factor / 1e3:.3f}kbit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +112,8 @@ class Plan:
     seconds: float
     rounds: int
     starts: int
+    settling: int = 3  # Steps until caches no longer hold the data of another variant.
+    worker_bytes: float = WORKER_BYTES
 
 
 @dataclasses.dataclass
@@ -101,6 +124,8 @@ class Samples:
     stock_blocks: list[float | None] = dataclasses.field(default_factory=list)
     compute: list[float] = dataclasses.field(default_factory=list)
     traffic: list[float] = dataclasses.field(default_factory=list)
+    processor: list[float] = dataclasses.field(default_factory=list)
+    busy: list[float] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
     rounds: int = 0
     is_whole: bool = False
@@ -117,16 +142,21 @@ class Samples:
         self.blocks.append(periods(together))
         self.compute += [seconds for answer in alone for seconds in answer.step_seconds]
         self.traffic.append(busiest(together) / sharing)
+        steps = len(together[0].ends) - 1
+        self.processor.append(sum(answer.processor_seconds for answer in together) / steps)
+        first = together[0]
+        self.busy.append(first.busy_seconds / (first.ends[-1] - first.ends[0]) / _CORES)
 
-    def row(self, model: str, workers: int, link: str, variant: str) -> Row:
+    def row(self, model: str, workers: int, link: str, variant: str, dilation: float) -> Row:
         """The row of the report: the measurements, and the error unless at least one start succeeded."""
         rate = statistics.median(self.rates) if self.rates else None
         error = None if self.is_whole else self.error
         if not self.blocks:
-            return Row(model, workers, link, variant, rate, error)
+            return Row(model, workers, link, variant, rate, error, dilation=dilation)
         if error is not None:
             error = f"crashed after {len(self.blocks)} of {self.rounds} rounds: {error}"
-        low, middle, high = statistics.quantiles([s for block in self.blocks for s in block], n=4, method="inclusive")
+        seconds = [each / dilation for block in self.blocks for each in block]
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return Row(
             model,
             workers,
@@ -135,10 +165,14 @@ class Samples:
             rate,
             error,
             step_seconds=(low, middle, high),
-            compute_seconds=statistics.median(self.compute),
+            compute_seconds=statistics.median(self.compute) / dilation,
             bytes_per_step=statistics.median(self.traffic),
-            block_seconds=tuple(statistics.median(block) for block in self.blocks),
-            stock_block_seconds=tuple(self.stock_blocks),
+            block_seconds=tuple(statistics.median(block) / dilation for block in self.blocks),
+            stock_block_seconds=tuple(each and each / dilation for each in self.stock_blocks),
+            dilation=dilation,
+            processor_seconds=statistics.median(self.processor),
+            worker_share=statistics.median(self.processor) / (middle * dilation) / _CORES,
+            busy_share=statistics.median(self.busy),
         )
 
 
@@ -187,14 +221,16 @@ class Cast:
 
     def take_turns(self, link: str, rate: float | None, names: Collection[str], order: random.Random) -> None:
         """Measures the groups of the given names on the present link."""
-        probes = {name: self._probe(name) for name in names if name in self._groups}
+        dilation = self._network.dilation(link)
+        probes = {name: self._probe(name, dilation) for name in names if name in self._groups}
         steps = {name: self._steps(seconds) for name, seconds in probes.items()}
         for turn in range(self._plan.rounds):
             present = [name for name in steps if name in self._groups]
             medians: dict[str, float] = {}
             for name in order.sample(present, len(present)):
-                block: dict[str, Any] = {"warmup": _SETTLE_STEPS, "steps": steps[name]}
-                slow_seconds = _BLOCK_TIMES * (_SETTLE_STEPS + steps[name]) * probes[name]
+                settling = self._plan.settling
+                block: dict[str, Any] = {"warmup": settling, "steps": steps[name], "dilation": dilation}
+                slow_seconds = _BLOCK_TIMES * (settling + steps[name]) * probes[name]
                 block["timeout_seconds"] = max(_BLOCK_SECONDS, slow_seconds)
                 together = self._train(name, alone=False, **block)
                 alone = together and self._train(name, alone=True, **block)
@@ -202,7 +238,7 @@ class Cast:
                     samples = self._found[link, name]
                     samples.add(together, alone, self._network.sharing)
                     medians[name] = statistics.median(samples.blocks[-1])
-                    what = f"{1e3 * medians[name]:.0f} ms, {samples.traffic[-1] / 1e6:.2f} MB"
+                    what = f"{1e3 * medians[name] / dilation:.0f} ms, {samples.traffic[-1] / 1e6:.2f} MB"
                     Log.print(f"  {link}, round {turn + 1} of {self._plan.rounds}: {name} {what}")
             for name in medians:
                 self._found[link, name].stock_blocks.append(medians.get(REFERENCE))
@@ -219,9 +255,9 @@ class Cast:
         for name in names:
             self._found[link, name].end_start(self._plan.rounds, why)
 
-    def _probe(self, name: str) -> float:
+    def _probe(self, name: str, dilation: float) -> float:
         """Seconds of one step, to plan the size of blocks."""
-        answers = self._train(name, alone=False, warmup=1, steps=1)
+        answers = self._train(name, alone=False, warmup=1, steps=1, dilation=dilation)
         return periods(answers)[0] if answers else 1.0
 
     def _steps(self, seconds: float) -> int:
@@ -250,11 +286,15 @@ def measure(
     added to the record when they are complete.
     """
     workers = len(network.hosts)
-    missing = {link: [name for name in variants if not record.has(model, workers, link, name)] for link in links}
+    missing = {
+        link: [name for name in variants if not record.has(model, workers, link, name, network.dilation(link))]
+        for link in links
+    }
     found: Cells = {(link, name): Samples() for link in links for name in variants}
     order = random.Random(0)
     for start in range(plan.starts):
-        for names in casts(missing, REFERENCE in variants, max(2, alive() // workers)):
+        size = max(1, alive(plan.worker_bytes) // workers)
+        for names in casts(missing, REFERENCE in variants and size > 1, size):
             cast = Cast(model, network, plan, found)
             network.shape("unshaped")
             with cast.start({name: variants[name] for name in names}):
@@ -270,12 +310,15 @@ def measure(
                     else:
                         cast.take_turns(link, rate, here, order)
                     if start == plan.starts - 1:
-                        record.add(*(found[link, name].row(model, workers, link, name).to_json() for name in new))
+                        rows = (
+                            found[link, name].row(model, workers, link, name, network.dilation(link)) for name in new
+                        )
+                        record.add(*(row.to_json() for row in rows))
 
 
-def alive() -> int:
+def alive(worker_bytes: float = WORKER_BYTES) -> int:
     """The number of worker processes that fit into free memory."""
-    return int(free_memory() / _WORKER_BYTES)
+    return int(free_memory() / worker_bytes)
 
 
 def casts(missing: Mapping[str, Sequence[str]], with_reference: bool, size: int) -> list[list[str]]:

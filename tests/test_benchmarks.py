@@ -150,7 +150,7 @@ class FakeGroup:
     def __exit__(self, *_):
         pass
 
-    def train(self, model, *, alone, warmup, steps, timeout_seconds):
+    def train(self, model, *, alone, warmup, steps, timeout_seconds, dilation=1.0):
         self._left -= steps > 1
         if self._left < 0:
             raise GroupError("it broke")
@@ -186,7 +186,7 @@ def test_a_variant_that_crashes_after_some_rounds_is_not_measured(monkeypatch):
     rows = measured(monkeypatch, ["1gbit"], turns.Plan(steps=3, seconds=1, rounds=3, starts=1), [0], blocks=1)
     row = report.Row.from_json(rows.rows[0])
     assert row.error == "crashed after 1 of 3 rounds: it broke" and len(row.block_seconds) == 1
-    assert report.cells(row)[4] == row.error and not rows.has("mlp", 2, "1gbit", "stock")
+    assert report.cells(row)[4] == row.error and not rows.has("mlp", 2, "1gbit", "stock", 1.0)
 
 
 @pytest.mark.parametrize(("seconds", "longest"), [(0.1, 300), (60, 10 * 6 * 60)])

@@ -147,7 +147,9 @@ class Group:
     ) -> None:
         self.close()
 
-    def train(self, model: str, *, alone: bool, warmup: int, steps: int, timeout_seconds: float) -> list[Answer]:
+    def train(
+        self, model: str, *, alone: bool, warmup: int, steps: int, timeout_seconds: float, dilation: float = 1.0
+    ) -> list[Answer]:
         """Trains on all workers at once.
 
         Args:
@@ -156,6 +158,7 @@ class Group:
           warmup: Number of steps before those that count, at least 1.
           steps: Number of steps that count.
           timeout_seconds: Deadline of all workers, in seconds.
+          dilation: How many times as long an emulated accelerator needs.
 
         Returns:
           One answer per worker.
@@ -164,7 +167,7 @@ class Group:
           GroupError: If a worker failed or missed the deadline. All workers are ended.
         """
         deadline = time.monotonic() + timeout_seconds
-        order = Order(self._peer, self._options, model, alone, warmup, steps)
+        order = Order(self._peer, self._options, model, alone, warmup, steps, dilation)
         try:
             for worker in self._workers:
                 with contextlib.suppress(OSError):  # If the worker has ended, `receive` reports how.

@@ -1,4 +1,4 @@
-"""Keras 3 `fit` under `tfdist.MultiWorkerMirroredStrategy`, with a codec or a sharded model or without."""
+"""Keras 3 `fit` under `tfdist.MultiWorkerMirroredStrategy`, with any of its keyword arguments."""
 
 import functools
 
@@ -12,9 +12,8 @@ _OPTIMIZERS = {"sgd": (keras.optimizers.SGD, 0.01), "adam": (keras.optimizers.Ad
 
 
 @functools.cache
-def _strategy(codec, sharding):
-    options = {"compression": codec, "model_sharding": sharding}
-    return tfdist.MultiWorkerMirroredStrategy(**{name: value for name, value in options.items() if value is not None})
+def _strategy(**options):
+    return tfdist.MultiWorkerMirroredStrategy(**options)
 
 
 class _Ticks(keras.callbacks.Callback):
@@ -27,9 +26,9 @@ class _Ticks(keras.callbacks.Callback):
         self._tick()
 
 
-def prepare(model, alone, codec=None, optimizer="sgd", sharding=None):
+def prepare(model, alone, optimizer="sgd", **options):
     # Make the strategy even if it is not used, so that training alone runs under the same conditions.
-    strategy = _strategy(codec, sharding)
+    strategy = _strategy(**options)
     strategy = tf.distribute.OneDeviceStrategy("CPU:0") if alone else strategy
     keras.utils.set_random_seed(0)
     with strategy.scope():

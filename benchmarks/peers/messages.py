@@ -7,7 +7,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """An order to a worker: train `steps` steps that count, after `warmup` steps that do not."""
+    """An order to a worker: train `steps` steps that count, after `warmup` steps that do not.
+
+    An emulated accelerator needs `dilation` times its usual time.
+    """
 
     peer: str
     options: tuple[tuple[str, Any], ...]
@@ -15,6 +18,7 @@ class Order:
     alone: bool
     warmup: int
     steps: int
+    dilation: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Answer:
       received_bytes: Bytes received in all steps.
       memory_bytes: Resident memory of the worker after the steps, without what it had before it made a model.
       peak_memory_bytes: The same at its largest since the model was made.
+      processor_seconds: Processor time of the worker in all steps.
+      busy_seconds: Time in which the processors of the machine were busy in all steps, added over the processors.
     """
 
     ends: list[float]
@@ -34,6 +40,8 @@ class Answer:
     received_bytes: int
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
+    processor_seconds: float = 0.0
+    busy_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> list[float]:

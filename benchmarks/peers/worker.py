@@ -20,27 +20,34 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks import models
 from benchmarks.peers.messages import Answer, Failure, Order
 
 
 class _Meter:
-    """Records the time and the interface's counters at the end of each step."""
+    """Records the time, the interface's counters and the processor time at the end of each step."""
 
     def __init__(self, interface: str):
         folder = pathlib.Path("/sys/class/net", interface, "statistics")
         self._counters = [folder / "tx_bytes", folder / "rx_bytes"]
-        self._marks: list[tuple[float, int, int]] = []
+        self._marks: list[tuple[float, int, int, float, float]] = []
 
     def tick(self) -> None:
         sent, received = (int(path.read_bytes()) for path in self._counters)
-        self._marks.append((time.monotonic(), sent, received))
+        self._marks.append((time.monotonic(), sent, received, time.process_time(), _busy_seconds()))
 
     def answer(self, steps: int) -> Answer:
         """The measurements of the last `steps` steps."""
         marks = self._marks[-steps - 1 :]
-        traffic = marks[-1][1] - marks[0][1], marks[-1][2] - marks[0][2]
+        sent, received, own, busy = (marks[-1][column] - marks[0][column] for column in range(1, 5))
         memory = _memory("VmRSS") - _bytes_before_models(), _memory("VmHWM") - _bytes_before_models()
-        return Answer([mark[0] for mark in marks], *traffic, *memory)
+        return Answer([mark[0] for mark in marks], int(sent), int(received), *memory, own, busy)
+
+
+def _busy_seconds() -> float:
+    """Returns the time in which the machine's processors were not idle, since its start, added over the processors."""
+    fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return (sum(map(int, fields[:8])) - int(fields[3]) - int(fields[4])) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(name: str) -> int:
@@ -65,6 +72,7 @@ def _prepared(peer: str, options: tuple[tuple[str, Any], ...], model: str, alone
 
 def _follow(order: Order) -> Answer:
     train = _prepared(order.peer, order.options, order.model, order.alone)
+    models.set_dilation(order.dilation)
     meter = _Meter(os.environ["BENCHMARK_INTERFACE"])
     train(order.warmup + order.steps, meter.tick)
     return meter.answer(order.steps)
