@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from tfdist.plan.bucket_traffic import traffic_of
 from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
 from tfdist.plan.job_plan import Job, plan_job
-from tfdist.plan.step_prediction import BUCKET_BYTES, Gradient, PlannedStep, predict_step
+from tfdist.plan.planned_buckets import Gradient, PlannedBucket, fill_planned_buckets
+from tfdist.plan.step_prediction import PlannedStep, predict_step
 
 FREE = ExchangeCosts(0.0, 0.0, {NONE: 0.0, "int8": 0.0}, "nothing costs time but the link")
 TENSORS = [Gradient(4e6, 4e6)] * 10
@@ -40,9 +42,8 @@ def test_one_replica_only_computes():
 def test_a_slow_link_takes_the_time_of_its_bytes_after_the_first_gradients(replicas):
     predicted = predict_step(step(), replicas, 1e8, FREE)
     sent = 2 * (replicas - 1) / replicas * 40e6
-    # The first bucket has two gradients, since a bucket has at least 4 MiB.
     assert predicted.sent_bytes == pytest.approx(sent)
-    assert predicted.seconds == pytest.approx(0.02 + sent * 8 / 1e8)
+    assert predicted.seconds == pytest.approx(0.01 + sent * 8 / 1e8)
 
 
 @pytest.mark.unit
@@ -59,17 +60,74 @@ def test_gradients_after_the_forward_pass_leave_less_time_to_hide_the_exchange()
     assert seconds[0] < seconds[-1]
 
 
-def test_a_predicted_bucket_has_the_size_of_a_real_one():
-    from tfdist.strategies.collectives import buckets
+# Numbers of rows of 256 columns, in the order of the layers.
+MODELS = [[4000] * 10, [100, 40000, 3, 3, 5000, 700, 1], [10, 20, 30], [60000], [4096, 4095, 1, 4096]]
 
-    assert BUCKET_BYTES == buckets.BUCKET_BYTES
+
+@pytest.mark.parametrize("rows", MODELS)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_planned_buckets_are_those_of_the_strategies(rows, replicas):
+    import tensorflow as tf
+
+    from tfdist.strategies.collectives import buckets, power_sgd_group
+
+    tensors = [tf.TensorSpec([count, 256], tf.float32) for count in rows]
+    gradients = [Gradient(1024.0 * count, 256.0 * count) for count in rows]
+    part = buckets.part_bytes(replicas)
+    limits = {NONE: buckets.bucket_bytes(tensors), "int8": buckets.BUCKET_BYTES}
+    for codec, limit in limits.items():
+        real = buckets.fill_buckets(tensors, limit, 256, part_bytes=part)
+        planned = fill_planned_buckets(gradients, codec, replicas)
+        sizes = sorted(sum(segment.stop - segment.start for segment in bucket) for bucket in real)
+        assert [each.float_bytes / 4 for each in sorted(planned, key=lambda each: each.float_bytes)] == pytest.approx(
+            sizes, rel=0.01
+        )
+        assert planned[-1].made == pytest.approx(1)
+    groups = {tuple(segment.tensor for segment in bucket) for bucket in buckets.fill_buckets(tensors, 16 << 20)}
+    assert power_sgd_group._MATRICES_BYTES == 16 << 20
+    assert len(fill_planned_buckets(gradients, "powersgd(4)", replicas)) == len(groups)
+
+
+@pytest.mark.parametrize("size", [400.0, 4e6])
+@pytest.mark.parametrize(("replicas", "group_size"), [(2, None), (3, None), (16, None), (4, 2), (16, 4), (32, 8)])
+def test_planned_traffic_is_that_of_the_strategies(size, replicas, group_size):
+    from types import SimpleNamespace
+
+    from tfdist.strategies.collectives.codec_group import sent_words
+    from tfdist.strategies.collectives.transport import is_sent_whole
+    from tfdist.strategies.collectives.two_level_transport import TwoLevelTransport
+    from tfdist.strategies.compression import Int8, TopK
+
+    bucket = PlannedBucket(1.0, size, size)
+    if group_size is None:
+        relay = 1.0
+        real = size * (replicas - 1 if is_sent_whole(size, replicas) else 2 * (replicas - 1) / replicas)
+    else:
+        ranks = [SimpleNamespace(ranks=each) for each in (group_size, replicas // group_size)]
+        levels = TwoLevelTransport(*ranks)
+        relay, real = levels.relay, levels.sum_bytes(size)
+    assert traffic_of(bucket, NONE, replicas, group_size).sent_bytes == pytest.approx(real)
+    elements = 256 * 32 * 30
+    for codec in (Int8(), TopK()):
+        encoded = PlannedBucket(1.0, 4.0 * elements, 4.0 * codec.words(elements))
+        planned = traffic_of(encoded, codec.name, replicas, group_size)
+        assert planned.sent_bytes == pytest.approx(4 * sent_words(codec, elements, replicas, relay), rel=0.01)
+
+
+@pytest.mark.unit
+def test_groups_need_fewer_messages_and_more_rounds():
+    bucket = PlannedBucket(1.0, 4e6, 4e6)
+    flat, grouped = (traffic_of(bucket, NONE, 64, size) for size in (None, 8))
+    assert (flat.messages, grouped.messages) == (2 * 63, 4 * 7)
+    assert (flat.rounds, grouped.rounds) == (2, 4)
+    assert flat.sent_bytes == pytest.approx(grouped.sent_bytes)
 
 
 @pytest.mark.unit
 def test_a_large_gradient_travels_in_parts_once_it_exists():
     whole = predict_step(step(gradients=[Gradient(40e6, 40e6)]), 2, 1e9, FREE)
     assert whole.seconds == pytest.approx(0.1 + 0.32)
-    assert whole.messages == 2 * round(40e6 / BUCKET_BYTES)
+    assert whole.messages == 3
 
 
 @pytest.mark.unit
@@ -77,6 +135,13 @@ def test_coding_delays_the_computation():
     costs = ExchangeCosts(0.0, 0.0, {"int8": 1e-9}, "")
     predicted = predict_step(step(gradients=[Gradient(4e6, 1e6)] * 10, codec="int8"), 2, 1e12, costs)
     assert predicted.seconds == pytest.approx(0.1 + 40e6 * 1e-9, rel=1e-3)
+
+
+@pytest.mark.unit
+def test_coding_on_another_processor_adds_the_time_of_the_last_bucket():
+    costs = ExchangeCosts(0.0, 0.0, {"int8": 1e-9}, "")
+    planned = PlannedStep(0.1, [Gradient(4e6, 1e6)] * 10, "int8", 0.0, codes_elsewhere=True)
+    assert predict_step(planned, 2, 1e12, costs).seconds == pytest.approx(0.1 + 4e6 * 1e-9, rel=1e-3)
 
 
 @pytest.mark.unit

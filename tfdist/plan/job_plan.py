@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from tfdist.plan.exchange_costs import NONE, ExchangeCosts
-from tfdist.plan.step_prediction import Gradient, PlannedStep, Prediction, predict_step
+from tfdist.plan.planned_buckets import Gradient
+from tfdist.plan.step_prediction import PlannedStep, Prediction, predict_step
 from tfdist.readable_numbers import percent, step_time
 
 LARGEST_CURVE = 4096

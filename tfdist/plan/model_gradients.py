@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.plan.exchange_costs import NONE
-from tfdist.plan.step_prediction import Gradient
+from tfdist.plan.planned_buckets import Gradient
 from tfdist.strategies.compression import Codec, PowerSGD, WordCodec, from_name
 from tfdist.strategies.compression_policy import Policy, policy_of
 from tfdist.strategies.memory_estimate import unallocated

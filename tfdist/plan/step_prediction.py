@@ -4,31 +4,15 @@
     coding                    bucket 1 │ bucket 2 │ ...                          ├─ step
     link                         bucket 1 ─────── bucket 2 ─────── ...  ─────────┘
 
-A bucket travels when its gradients exist, it is encoded and the link is free. In an all-reduce of S bytes over N
-replicas each replica sends 2 (N - 1) / N S bytes, which is the least possible (Patarasuk and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", 2009). Does not load TensorFlow.
+A bucket travels when its gradients exist, it is encoded and the link is free. Does not load TensorFlow.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from tfdist.plan.bucket_traffic import Traffic, traffic_of
 from tfdist.plan.exchange_costs import ExchangeCosts
-
-BUCKET_BYTES = 4 << 20  # As in `strategies.collectives.buckets`.
-_PHASES = 2  # A sum travels to its owner, and from there to all.
-
-
-@dataclasses.dataclass(frozen=True)
-class Gradient:
-    """A gradient of a model.
-
-    Attributes:
-      float_bytes: Bytes of the gradient itself.
-      sent_bytes: Bytes of its encoding.
-    """
-
-    float_bytes: float
-    sent_bytes: float
+from tfdist.plan.planned_buckets import Gradient, fill_planned_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +24,16 @@ class PlannedStep:
       gradients: The gradients in the order of the layers. The backward pass makes the last one first.
       codec: Name of the codec, such as "int8", or "none".
       forward_share: Part of the time of the computation before the first gradient.
+      codes_elsewhere: Whether another processor than that of the computation encodes and decodes.
+      group_size: Replicas of a group, if exchanges go in two levels; see `exchange_group_size` of the strategy.
     """
 
     compute_seconds: float
     gradients: Sequence[Gradient]
     codec: str
     forward_share: float = 1 / 3
+    codes_elsewhere: bool = False
+    group_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +70,7 @@ class Prediction:
 def predict_step(step: PlannedStep, replicas: int, link_bits: float, costs: ExchangeCosts) -> Prediction:
     """Predicts the time of a step in which replicas exchange all gradients.
 
-    Coding delays the backward pass, since both run on the same device.
+    Coding delays the backward pass if both run on the same device.
 
     Args:
       step: Computation and gradients.
@@ -92,40 +80,20 @@ def predict_step(step: PlannedStep, replicas: int, link_bits: float, costs: Exch
     """
     if replicas == 1:
         return Prediction(1, step.codec, step.compute_seconds, step.compute_seconds, 0.0, 0)
-    share = 2 * (replicas - 1) / replicas
     per_byte = costs.seconds_per_byte(step.codec) or 0.0
-    coded = link_free = sent = arrived = 0.0
-    buckets = list(_buckets(step))
-    for ready, bucket in buckets:
-        coding = bucket.float_bytes * per_byte
-        encoded_at = ready + coded + coding / 2  # The first half encodes, the second decodes.
-        coded += coding
-        own = share * bucket.sent_bytes
-        sent += own
-        messages = _PHASES * (replicas - 1)
-        link_free = max(link_free, encoded_at) + own * 8 / link_bits + messages * costs.message_seconds
-        arrived = link_free + costs.latency_seconds + coding / 2
-    seconds = max(step.compute_seconds + coded, arrived)
-    messages = len(buckets) * _PHASES * (replicas - 1)
-    return Prediction(replicas, step.codec, seconds, step.compute_seconds, sent, messages)
-
-
-def _buckets(step: PlannedStep) -> Iterator[tuple[float, Gradient]]:
-    """Yields buckets of gradients, each with the time at which the last of them exists.
-
-    The backward pass is taken to need time in proportion to the bytes of a gradient.
-    """
-    whole = sum(each.float_bytes for each in step.gradients)
     begin = step.forward_share * step.compute_seconds
-    made = held = encoded = 0.0
-    for gradient in reversed(step.gradients):
-        made += gradient.float_bytes
-        held += gradient.float_bytes
-        encoded += gradient.sent_bytes
-        if held >= BUCKET_BYTES:
-            exists = begin + (step.compute_seconds - begin) * made / whole
-            parts = round(held / BUCKET_BYTES)
-            yield from [(exists, Gradient(held / parts, encoded / parts))] * parts
-            held = encoded = 0.0
-    if held:
-        yield step.compute_seconds, Gradient(held, encoded)
+    coded = coder_free = link_free = arrived = 0.0
+    total = Traffic(0.0, 0, 0)
+    for bucket in fill_planned_buckets(step.gradients, step.codec, replicas):
+        coding = bucket.float_bytes * per_byte
+        exists = begin + (step.compute_seconds - begin) * bucket.made
+        exists += 0.0 if step.codes_elsewhere else coded
+        encoded_at = max(exists, coder_free) + coding / 2  # The first half encodes, the second decodes.
+        coder_free = encoded_at + coding / 2
+        coded += coding
+        own = traffic_of(bucket, step.codec, replicas, step.group_size)
+        link_free = max(link_free, encoded_at) + own.sent_bytes * 8 / link_bits + own.messages * costs.message_seconds
+        arrived = link_free + own.rounds * costs.latency_seconds + coding / 2
+        total += own
+    seconds = max(step.compute_seconds + (0.0 if step.codes_elsewhere else coded), arrived)
+    return Prediction(replicas, step.codec, seconds, step.compute_seconds, total.sent_bytes, total.messages)
