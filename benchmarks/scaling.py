@@ -54,7 +54,8 @@ flags.DEFINE_list("dilation", ["1"], "Factors of time, one for all links or one 
 _VARIANTS = ("stock", "ddp", "ddp+fp16", "tfdist", "tfdist+float16", "tfdist+int8", "tfdist+powersgd(4)")
 _LIBRARIES = ("stock", "ddp", "tfdist")
 _HOOKS = ("fp16", "bf16")
-_WORKER_BYTES = 0.5e9
+_WORKER_BYTES = 0.65e9
+_FEW = 4  # More workers, and the workers of more variants, are not alive together.
 
 
 def variant_of(name: str) -> Variant:
@@ -111,7 +112,6 @@ def main(arguments: Sequence[str]) -> None:
     links, path = chosen_links(["100mbit", "1gbit", "10gbit"]), chosen_path()
     dilations = chosen_dilations(links)
     variants = {name: variant_of(name) for name in FLAGS.variants or _VARIANTS}
-    plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, starts=1, settling=1, worker_bytes=_WORKER_BYTES)
     if not FLAGS.nolab and (why := why_not()):
         sys.exit(f"{why}\nOr use --nolab to measure over loopback, without links of known rate.")
     record = Record(path, {**THREADS, "network": "loopback" if FLAGS.nolab else "netlab"}, KEY)
@@ -119,6 +119,8 @@ def main(arguments: Sequence[str]) -> None:
     with contextlib.nullcontext() if FLAGS.nolab else Netlab(hosts=max(workers), rate=None) as lab:
         for count in workers:
             Log.print(f"{count} workers:")
+            together = _FEW if count <= _FEW else 1
+            plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, 1, 1, _WORKER_BYTES, together)
             measure(record, "emulated", Network(lab, count, dilations), variants, links, plan)
     print_table([Row.from_json(values) for values in record.rows])
     print(f"Took {(time.monotonic() - begin) / 60:.1f} minutes.")

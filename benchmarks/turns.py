@@ -106,14 +106,25 @@ def dilated(link: str, factor: float) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """How much to measure.
+
+    Attributes:
+      steps: Largest number of steps in a block.
+      seconds: Intended duration of a block.
+      rounds: Blocks of each variant.
+      starts: Starts of all processes.
+      settling: Steps at the begin of a block until caches no longer hold the data of another variant.
+      worker_bytes: Memory of a worker.
+      most_alive: The largest number of variants that are alive together, if memory holds them.
+    """
 
     steps: int
     seconds: float
     rounds: int
     starts: int
-    settling: int = 3  # Steps until caches no longer hold the data of another variant.
+    settling: int = 3
     worker_bytes: float = WORKER_BYTES
+    most_alive: int = 100
 
 
 @dataclasses.dataclass
@@ -293,7 +304,7 @@ def measure(
     found: Cells = {(link, name): Samples() for link in links for name in variants}
     order = random.Random(0)
     for start in range(plan.starts):
-        size = max(1, alive(plan.worker_bytes) // workers)
+        size = max(1, min(plan.most_alive, alive(plan.worker_bytes) // workers))
         for names in casts(missing, REFERENCE in variants and size > 1, size):
             cast = Cast(model, network, plan, found)
             network.shape("unshaped")

@@ -36,8 +36,16 @@ class ExchangeCosts:
     source: str
 
     def seconds_per_byte(self, codec: str) -> float | None:
-        """Returns the seconds to code a byte of float32, or `None` if unknown. "powersgd(4)" counts as "powersgd"."""
-        return self.coding.get(codec.partition("(")[0])
+        """Returns the seconds to code a byte of float32, or `None` if unknown.
+
+        If "powersgd(4)" is unknown, it counts as "powersgd".
+        """
+        return self.coding.get(codec, self.coding.get(codec.partition("(")[0]))
+
+    def on_processors(self, speed: float) -> "ExchangeCosts":
+        """Returns the costs on processors that are `speed` times as fast."""
+        coding = {name: seconds / speed for name, seconds in self.coding.items()}
+        return ExchangeCosts(self.latency_seconds / speed, self.message_seconds / speed, coding, self.source)
 
 
 DEFAULT_COSTS = ExchangeCosts(
