@@ -16,6 +16,7 @@ traces shapes first, as in `fit` for a model without `Input`, it makes variables
 import functools
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 import numpy as np
@@ -92,6 +93,10 @@ class StatisticVariable(_KeptWithoutRows, tf_internals.MirroredVariable):
 
 class WeightVariable(StatisticVariable):
     """A weight. Values that a step assigns without an optimizer are averaged if replicas may differ."""
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Returns rows of the weight. Does not read the other rows."""
+        return self._get_on_device_or_primary().sparse_read(indices, name=name)
 
     def _is_of_rows(self, value):
         by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in keras_internals.open_scopes())
@@ -192,7 +197,11 @@ def refine(variable, *, trainable: bool, colocated: bool):
     kind = _kind(variable, trainable, colocated)
     if kind is None:
         return variable
-    return kind(variable.distribute_strategy, variable.values, variable.aggregation)
+    refined = kind(variable.distribute_strategy, variable.values, variable.aggregation)
+    made = keras_stack.variable_being_made()
+    if made is not None and isinstance(refined, WeightVariable):
+        keras_internals.look_up_rows(made)
+    return refined
 
 
 def _kind(variable, trainable, colocated):

@@ -89,6 +89,20 @@ def traces_of_a_fit(placement):
     return sum(traces)
 
 
+def lookups(placement, policy):
+    """Looks up rows of an embedding in a step. Returns the types of the operations that gather rows."""
+    with strategy(placement).scope():
+        layer = layers.Embedding(50, 4, dtype=policy)
+        layer.build()
+    step = tf.function(lambda ids: strategy(placement).run(layer, (ids,)), autograph=False)
+    ids = tf.constant([[1, 49, -1]])
+    expected = layer.get_weights()[0][[[1, 49, 49]]].astype(layer.compute_dtype)
+    for rows in strategy(placement).experimental_local_results(step(ids)):
+        np.testing.assert_array_equal(rows, expected)
+    operations = step.get_concrete_function(ids).graph.get_operations()
+    return {each.type for each in operations if "Gather" in each.type}
+
+
 def initial_weights(placement):
     """Builds a model on each worker with another seed. Returns its initial variables."""
     keras.utils.set_random_seed(100 + own_index())

@@ -42,6 +42,13 @@ def test_a_step_is_traced_once(placement, pools):
     assert set(pools(placement).run(checks.traces_of_a_fit, placement)) == {1}
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_lookup_does_not_read_the_whole_table(policy, pools):
+    (kinds,) = pools("1x2").run(checks.lookups, "1x2", policy)
+
+    assert kinds == {"ResourceGather"}
+
+
 def test_workers_that_seed_differently_start_from_the_same_weights(pools):
     first, second = pools("2x1").run(checks.initial_weights, "2x1")
 

@@ -4,6 +4,7 @@ Each function states what breaks without it.
 """
 
 import functools
+import types
 from typing import Any
 
 import keras
@@ -52,6 +53,7 @@ __all__ = [
     "is_matrix_of_muon",
     "kept_losses",
     "layers_of",
+    "look_up_rows",
     "made_value",
     "match_anew",
     "open_scopes",
@@ -85,6 +87,21 @@ def made_value(variable: keras.Variable) -> Any:
     Without it: Keras would make the whole initial value of a table to compute shapes.
     """
     return variable._value
+
+
+def look_up_rows(variable: keras.Variable) -> None:
+    """Makes lookups of rows of a Keras variable read these rows only.
+
+    `tf.gather` calls `sparse_read` of what it is given, which TensorFlow's variables have, and Keras' do not. Without
+    it: each lookup in an embedding copies the whole table, once a step has updated some of its rows.
+    """
+    variable.sparse_read = types.MethodType(_sparse_read, variable)
+
+
+def _sparse_read(self: keras.Variable, indices: Any, name: str | None = None) -> Any:
+    if in_stateless_scope():  # It may hold another value of the variable.
+        raise AttributeError("sparse_read")  # Then `tf.gather` reads the whole.
+    return self._maybe_autocast(self._value.sparse_read(indices, name=name))
 
 
 def table_variable(layer: keras.layers.Embedding) -> keras.Variable:

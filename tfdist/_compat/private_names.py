@@ -90,6 +90,11 @@ _NAMES_BY_FEATURE = {
         *(f"{_VALUES}MirroredVariable.{name}" for name in ("_serialize_to_tensors", "_restore_from_tensors")),
         f"{_VALUES}SyncOnReadVariable",
     ),
+    "lookups in embeddings": (
+        "keras.src.backend.common.stateless_scope:in_stateless_scope",
+        "keras.src.backend.common.variables:Variable._value",
+        "keras.src.backend.common.variables:Variable._maybe_autocast",
+    ),
     "steps that are a `tf.function`": (
         "tensorflow.python.eager.def_function:Function",
         "tensorflow.python.eager.def_function:Function._clone",
