@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.strategies.compression import Codec, PowerSGD, from_name
 from tfdist.strategies.compression.codec import ENCODED
+from tfdist.strategies.compression.power_sgd import as_matrix
 
 Policy = Callable[[tf.TensorShape, tf.DType, str], Codec | str | None]
 
@@ -117,6 +118,6 @@ class OneCodec:
             return "its shape is not known"
         if not elements or elements < codec.min_elements:
             return f"min_elements is {codec.min_elements}"
-        if isinstance(codec, PowerSGD) and not codec.saves(elements // shape[-1], shape[-1]):
+        if isinstance(codec, PowerSGD) and not codec.saves(*as_matrix(shape)):
             return f"factors of rank {codec.rank} are not smaller than half of it"
         return None

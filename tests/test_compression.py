@@ -21,6 +21,7 @@ from tfdist.strategies.compression import (
     WordCodec,
     from_name,
 )
+from tfdist.strategies.compression.power_sgd import as_matrix
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.compression_state import sum_of
 
@@ -339,6 +340,28 @@ def test_power_sgd_is_exact_up_to_its_rank(mode, scale, rank):
         p, q, decoded = step(matrix, q)
         assert p.shape == (60, 4) and q.shape == (40, 4)
         np.testing.assert_allclose(decoded / scale, matrix / scale, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [
+        ((5, 7), (5, 7)),
+        ((384, 6, 64), (384, 384)),
+        ((6, 64, 384), (384, 384)),
+        ((3, 3, 64, 128), (576, 128)),
+        ((4, 4, 4), (16, 4)),
+    ],
+)
+def test_power_sgd_takes_the_matrix_with_the_smallest_factors(shape, matrix):
+    assert as_matrix(shape) == matrix
+
+
+def test_power_sgd_orthonormalises_several_matrices_at_once(mode):
+    matrices = [low_rank(50, 5, 5, seed=seed) for seed in range(3)]
+    orthonormalise = MODES[mode](PowerSGD(5).orthonormalise)
+
+    for apart, together in zip(map(orthonormalise, matrices), orthonormalise(tf.stack(matrices)), strict=True):
+        np.testing.assert_allclose(together, apart, atol=1e-5)
 
 
 @pytest.mark.slow

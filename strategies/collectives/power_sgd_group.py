@@ -1,5 +1,6 @@
 """The gradients of one `PowerSGD` codec: their all-reduce, which exchanges low-rank factors, and residuals."""
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from tfdist.strategies.collectives.buckets import fill_buckets
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import Gradient, Transport
 from tfdist.strategies.compression import PowerSGD
+from tfdist.strategies.compression.power_sgd import as_matrix
 
-# Compiling takes tenths of a second, which the faster steps do not pay back for smaller matrices.
+# Compiling takes tenths of a second for each shape, which the faster steps do not pay back for smaller matrices. All
+# matrices of one shape that travel together count as one.
 _COMPILED_ELEMENTS = 1 << 18
 # Matrices exchanged together, so that the first ones leave while the backward pass still runs. Their factors have a
 # hundredth of the bytes, and an exchange takes about a millisecond.
@@ -29,7 +32,7 @@ class PowerSGDGroup:
 
     def __init__(self, codec: PowerSGD, positions: list[int], gradients: Sequence[Gradient], seed: int):
         self.codec, self.positions = codec, positions
-        self._shapes = [_matrix(gradients[i].shape) for i in positions]
+        self._shapes = [as_matrix(gradients[i].shape) for i in positions]
         self._seed = seed
         like = [tf.TensorSpec(shape, tf.float32) for shape in self._shapes]
         buckets = fill_buckets(like, _MATRICES_BYTES)
@@ -146,22 +149,41 @@ def all_reduce_low_rank(
       back projection. With the common one, the residuals of the replicas drift apart without bound.
     """
     if before:
+        alike = collections.Counter(tuple(gradient.shape) for gradient in gradients)
         joined = zip(gradients, before, factors, strict=True)
-        pairs = [_join(codec, _is_large(gradient))(gradient, *then, factor) for gradient, then, factor in joined]
+        pairs = [
+            _join(codec, _is_large(gradient, alike[tuple(gradient.shape)]))(gradient, *then, factor)
+            for gradient, then, factor in joined
+        ]
     else:
         pairs = [(gradient, codec.project(gradient, q)) for gradient, q in zip(gradients, factors, strict=True)]
     matrices, projections = zip(*pairs, strict=True)
-    bases = [codec.orthonormalise(basis) for basis in _all_reduce(projections, transport, options)]
+    sums, are_finite = _all_reduce(projections, transport, options)
+    bases = _orthonormalised(codec, sums)
     own = [codec.back_project(matrix, basis) for matrix, basis in zip(matrices, bases, strict=True)]
-    common = _all_reduce(own, transport, options)
+    common, finite = _all_reduce(own, transport, options)
     totals = [codec.decode(basis, factor) for basis, factor in zip(bases, common, strict=True)]
-    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(small)) for small in [*bases, *common]])
+    finite = tf.logical_and(are_finite, finite)
     after = list(zip(matrices, bases, own, strict=True)) if before else []
     return totals, after, common, finite
 
 
-def _is_large(matrix: tf.Tensor) -> bool:
-    return matrix.shape.num_elements() >= _COMPILED_ELEMENTS
+def _is_large(matrix: tf.Tensor, number: int) -> bool:
+    """Whether to compile the code for a `number` of matrices of one shape, which XLA compiles once."""
+    return number * matrix.shape.num_elements() >= _COMPILED_ELEMENTS
+
+
+def _orthonormalised(codec: PowerSGD, matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Makes the columns of matrices orthonormal: all matrices of one shape together, which takes fewer operations."""
+    alike: dict[int, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        alike.setdefault(matrix.shape[0], []).append(i)
+    bases: list[Any] = [None] * len(matrices)
+    for places in alike.values():
+        together = codec.orthonormalise(tf.stack([matrices[i] for i in places]))
+        for i, basis in zip(places, tf.unstack(together), strict=True):
+            bases[i] = basis
+    return bases
 
 
 @functools.cache
@@ -176,14 +198,12 @@ def _join(codec: PowerSGD, compiled: bool):
 
 
 def _all_reduce(tensors, transport, options):
-    """Sums the factors of several matrices, small tensors, over all ranks in one collective."""
+    """Sums the factors of several matrices, small tensors, over all ranks in one collective.
+
+    Returns the sums, and whether all of them are finite, bool [].
+    """
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    parts = tf.split(transport.all_reduce(joined, options), sizes)
-    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _matrix(shape: tf.TensorShape) -> tuple[int, int]:
-    """Rows and columns of a gradient as a matrix: the last axis gives the columns, the other axes the rows."""
-    columns = shape[-1]
-    return shape.num_elements() // columns, columns
+    total = transport.all_reduce(joined, options)
+    sums = [tf.reshape(part, tensor.shape) for part, tensor in zip(tf.split(total, sizes), tensors, strict=True)]
+    return sums, tf.reduce_all(tf.math.is_finite(total))

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist.plan.exchange_costs import NONE
 from tfdist.plan.planned_buckets import Gradient
 from tfdist.strategies.compression import Codec, PowerSGD, WordCodec, from_name
+from tfdist.strategies.compression.power_sgd import as_matrix
 from tfdist.strategies.compression_policy import Policy, policy_of
 from tfdist.strategies.memory_estimate import unallocated
 
@@ -45,5 +46,6 @@ def _sent_bytes(codec: Codec, shape: tuple[int, ...], raw: float) -> float:
         padded = -(-elements // codec.granule) * codec.granule
         return 4.0 * codec.words(padded)
     assert isinstance(codec, PowerSGD)
-    rows, columns = elements // shape[-1], shape[-1]
-    return 4.0 * codec.rank * (rows + columns) if len(shape) > 1 and codec.saves(rows, columns) else raw
+    if len(shape) < 2 or not codec.saves(*as_matrix(shape)):
+        return raw
+    return 4.0 * codec.rank * sum(as_matrix(shape))
