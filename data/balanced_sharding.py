@@ -65,8 +65,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
         such as `tf.random.uniform` draw new numbers in each epoch, worker and run, so a restart does not repeat them.
         Random operations with a seed draw the same numbers for each batch. For repeatable augmentation, use
         `tf.random.stateless_uniform` and the like with a seed computed from the example, or Keras layers in the model.
-      policy: "speed" measures the replicas and adapts the shares to them; "equal" keeps shares equal; a list holds one
-        fixed weight per replica. Its length must fit the replicas present, also under `tfdist run --min-workers`.
+      policy: "speed" measures the replicas and adapts the shares to them, unless workers train by local steps; "equal"
+        keeps shares equal; a list holds one fixed weight per replica. Its length must fit the replicas present, also
+        under `tfdist run --min-workers`.
       max_rows: Largest number of rows per replica, one number or one per replica. No limit by default.
       drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` still read it. For a
         model with a fixed batch size, give them `steps=len(source) // global_batch_size`.

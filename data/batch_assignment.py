@@ -167,8 +167,10 @@ class BatchAssignment:
         with self._news:
             self._epoch_read, self.is_seen = max(self._epoch_read, self.epoch_taken), False
 
-    def has_trained(self, rows: np.ndarray) -> bool:
+    def has_trained(self, rows: np.ndarray, is_local: bool = False) -> bool:
         """Records one more step of training. Returns False if its rows by replica are not those of the next step.
+
+        If `is_local`, only the rows of this worker's first replica are known.
 
         The check cannot detect other data with the same rows. It does not depend on the number of steps assigned, which
         differs between workers. If more steps are reported than were assigned, `batches` raises.
@@ -176,7 +178,8 @@ class BatchAssignment:
         with self._news:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
                 return False
-            if tuple(rows.tolist()) != self._split(self._trained, self._trained_step):
+            known = slice(self.place.own.start, self.place.own.start + 1) if is_local else slice(None)
+            if tuple(rows[known].tolist()) != self._split(self._trained, self._trained_step)[known]:
                 self._unlike, self._unlike_rows = self._unlike + 1, tuple(rows.tolist())
                 self._news.notify_all()
                 return False

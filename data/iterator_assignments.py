@@ -77,7 +77,9 @@ class IteratorAssignments:
         self, place: ReplicaTopology, models: Sequence[Any], counts: bool, repeat: bool
     ) -> BatchAssignment:
         reported = bool(models) and self.reports is not None
-        adapts = reported and self.shares.follow_speed and place.replicas > 1
+        # Workers that train by local steps do not know each other's speeds.
+        is_local = getattr(self.reports, "are_local", False)
+        adapts = reported and self.shares.follow_speed and place.replicas > 1 and not is_local
         lead = _LEAD if adapts else None
         position = self.position.next
         assignment = BatchAssignment(self.plan, *position, self.shares.present, place, repeat=repeat, lead=lead)
@@ -120,7 +122,7 @@ class IteratorAssignments:
     def _take(self, assignment: BatchAssignment, report: Any) -> None:
         with self.lock:
             epoch, step = assignment.position
-            if not assignment.has_trained(report.rows):
+            if not assignment.has_trained(report.rows, is_local=report.is_local):
                 return
             self.position.has_trained(assignment.position)
             if self.visitors:

@@ -37,6 +37,18 @@ def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def gives_all_replicas_a_part(dataset: tf.data.Dataset) -> bool:
+    """Whether each batch has a part for each replica, if all workers read the whole dataset: all then end together.
+
+    TensorFlow divides batches of unknown sizes into parts that may be empty. If it knows the batch size of a dataset, a
+    short last batch has parts for the first replicas only.
+    """
+    batch_size = int(tf.raw_ops.ComputeBatchSize(input_dataset=tf.data.experimental.to_variant(dataset)))
+    shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in tf.nest.flatten(dataset.element_spec)]
+    has_static_rows = all(shape.rank and shape[0] is not None for shape in shapes)
+    return batch_size < 0 or has_static_rows
+
+
 def is_own_of_each(dataset: tf.data.Dataset) -> bool:
     """Whether each worker reads rows that its peers do not read: policy OFF, FILE or HINT."""
     return isinstance(dataset, tf.data.Dataset) and _policy_of(dataset) not in _READ_BY_ALL

@@ -15,6 +15,7 @@ from tfdist.strategies import step_clock
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.gradient_structure import of_one_kind
 from tfdist.strategies.graph_analysis import may_differ
+from tfdist.strategies.local_steps.local_training import local_training
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.reduction_request import ReductionRequest
@@ -177,7 +178,7 @@ class _Weigh:
             args = (trainable_variables, *args)
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
         summed = {i for i, variable in enumerate(variables) if is_sharded_weight(variable)}  # In the backward pass.
-        if step is not None:
+        if step is not None and local_training() is None:
             of_others = [variable for i, variable in enumerate(variables) if i not in summed]
             grads = _except(summed, lambda own: of_one_kind(step, own, of_others), grads)
         given, scales = grads, _scales(grads, variables)
@@ -186,6 +187,7 @@ class _Weigh:
                 grads = _except(summed | set(scales), lambda own: weighted(step, own, self), grads)
             grads = _except(summed, functools.partial(_to_present, step.or_zeros), grads)
         if step is not None and scales:
+            _check_exchanges(self)
             grads = _largest_of_all(step, grads, scales)
         if step is None:
             return super().apply(grads, *args, **kwargs)
@@ -296,7 +298,7 @@ class _GlobalLossScale:
 
     def check_finite(self, grads):
         step, finite = current_step(), super().check_finite(grads)
-        if step is None:  # Outside `strategy.run` there is one copy of everything.
+        if step is None or local_training() is not None:  # Outside `strategy.run` there is one copy of everything.
             return finite
         finite = tf.cast(finite, tf.float32)
         return step.all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas() - 0.5
@@ -318,6 +320,10 @@ def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | 
         return grads
     step.exchanges.count += 1
     step.observed.gradient_samples += sampled(grads)
+    local = local_training()
+    if local is not None:
+        of_present = [variable for grad, variable in zip(grads, step.variables, strict=True) if grad is not None]
+        return _to_present(lambda present: local.gradients(step, optimizer, present, of_present), grads)
     reduce, op = tf.distribute.get_strategy().extended.reducer.reduce, tf.distribute.ReduceOp.SUM
     are_summed = {i for i, each in enumerate(step.variables) if is_sharded_weight(each) or table_of(each) is not None}
     present_at = [i for i, grad in enumerate(grads) if grad is not None and i not in are_summed]
@@ -330,6 +336,14 @@ def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | 
     summed = _except(are_summed, functools.partial(_to_present, sum_of), grads)
     step.observed.summed_gradients += [grad for grad in summed if grad is not None]
     return summed
+
+
+def _check_exchanges(optimizer: Any) -> None:
+    if local_training() is not None:
+        raise ValueError(
+            f"Optimizer {optimizer.name!r} trains a layer with float8 scales, which all replicas exchange in each "
+            "step, but the strategy has `synchronization`. Train the layer in another precision."
+        )
 
 
 def _check_alike(optimizer: Any, gradients: list[Any]) -> None:

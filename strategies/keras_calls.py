@@ -15,6 +15,7 @@ from tfdist.events.event_buffer import EVENTS
 from tfdist.events.phase_names import BUILDING
 from tfdist.faults.activity import TRAIN, Activity, Call
 from tfdist.strategies.distributed_variables import level_counters, variables_of
+from tfdist.strategies.local_steps.epoch_end import put_first
 from tfdist.strategies.sharding.freed_memory import return_small_blocks
 from tfdist.strategies.static_rows import needs_static_rows
 
@@ -35,6 +36,7 @@ def note_call(activity: Activity) -> None:
     if callbacks is not None and call is not None:
         others = [each for each in callbacks.callbacks if not isinstance(each, _EndOfCall)]
         callbacks.callbacks = [*others, _EndOfCall(call, activity)]
+        put_first(callbacks, under_way[0].model.distribute_strategy)
 
 
 class _EndOfCall(keras.callbacks.Callback):
@@ -132,6 +134,9 @@ class NotedFunction:
         is_single = getattr(self._model(), "steps_per_execution", None) == 1
         one = is_noted and is_single
         alone = self._alone(given)
+        model = self._model()
+        if self._kind != TRAIN and model is not None and hasattr(model.distribute_strategy, "synchronize"):
+            model.distribute_strategy.synchronize()  # Replicas that train by local steps evaluate equal weights.
         executing = self._activity.executing(self._kind, reads=reads, alone=alone, is_single=is_single)
         with executing as call, explained(self._activity, call):
             if self._function is None:

@@ -80,7 +80,10 @@ def in_step(fn, args, kwargs, seed_generator):
         own = tf.nest.flatten((args, kwargs))
         with steps.running(row_count.any_rows([own[i] for i in parts])) as step:
             result = fn(*args, **kwargs)
-            _average_statistics(step)
+            if step.trained is None:
+                _average_statistics(step)
+            else:
+                step.trained.end_step(step, tf.zeros([]))
         return result
 
     return on_replica
@@ -119,6 +122,35 @@ def on_one_of_many(called, reports, example):
             logs, total = _average_statistics(step, logs, report)
             with tf.control_dependencies(arrived):  # Until then the step waits for other replicas.
                 reports.tell(local, total, model)
+            return logs
+
+    return on_replica
+
+
+def on_local_replica(called, reports, example, training):
+    """Wraps a `train_step` for a replica that trains by local steps: counts rows, and synchronizes if it is due.
+
+    Between two synchronizations replicas exchange nothing: logs are those of one replica, and reports of one worker.
+    `training` is the strategy's `LocalTraining`.
+    """
+    _, model, fn, _ = called
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(data):
+        around = tf.distribute.get_replica_context()
+        # One replica is shown, so that losses are those of one device on the rows of this replica.
+        with steps.running(row_count.count_rows(data), model, is_plain=True) as step, StepContext(around, step):
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            step.clock = reports.clock(step.replica)
+            data = step.clock.begin(data)
+            logs = fn(at_least_one_row(data, step.rows, example))
+            step.mark(GRADIENTS, logs)
+            logs = tf.nest.map_structure(_as_tensor, logs)
+            stops = training.of_step(step).end_step(step, reports.asks_to_stop())
+            report = reports.of_replica(step.clock, replica, step.rows, not_finite=step.not_finite)
+            if not reports.are_local:  # Replicas of one process exchange at no cost.
+                report = step.all_reduce(tf.distribute.ReduceOp.SUM, report)
+            reports.tell(step.replica, reports.agreed(report, stops), model)
             return logs
 
     return on_replica

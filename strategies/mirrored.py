@@ -9,6 +9,7 @@ from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.shard_groups import check_shard_group_size
+from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy
 from tfdist.strategies.replicated_extended import ReplicatedExtended
@@ -32,17 +33,21 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         see `MultiWorkerMirroredStrategy`.
       shard_group_size: Number of devices that divide the model among themselves, if not all of them do; see
         `MultiWorkerMirroredStrategy`. One replica ignores it.
+      synchronization: `None`, `tfdist.LocalSGD(every=8)` or `tfdist.DiLoCo(every=100)`; see
+        `MultiWorkerMirroredStrategy`. The result equals, bit for bit, that of as many workers with one device each.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. A single process
         uses only the deadlines for preemption and, under `tfdist run`, for the watchdog.
 
     Attributes:
+      synchronization: As given.
       fault_tolerance: The deadlines in use.
 
     Raises:
       ValueError: If no codec has the given name, `model_sharding` is unknown, `shard_group_size` is given without
         `model_sharding`, groups of this size are not possible, `compression` or `model_sharding` is given with
-        `cross_device_ops` that do not reduce by collectives, or an environment variable is not a valid deadline.
-      TypeError: If `compression` is a function with other arguments.
+        `cross_device_ops` that do not reduce by collectives, `synchronization` does not go with another argument, or an
+        environment variable is not a valid deadline.
+      TypeError: If `compression` is a function with other arguments, or `synchronization` has another type.
     """
 
     def __init__(
@@ -54,12 +59,15 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         time_exchanges=False,
         model_sharding=None,
         shard_group_size=None,
+        synchronization=None,
         fault_tolerance=None,
     ):
+        check_synchronization(synchronization, model_sharding, compression)
         check_model_sharding(model_sharding)
         check_shard_group_size(shard_group_size, model_sharding)
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
+        self.synchronization = synchronization
         warn_if_one_of_many(never_joins=True)
         if model_sharding == "parameters":
             return_freed_memory()
@@ -69,6 +77,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
         extended.compress(compression, time_exchanges)
+        extended.train_locally(synchronization)
         self._make_reports()
         if self.num_replicas_in_sync > 1:
             watch_models_outside(workers=1)

@@ -6,6 +6,7 @@ import socket
 import sys
 import weakref
 import zlib
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,6 +26,7 @@ from tfdist.strategies.collectives.exchange_groups import check_exchange_group_s
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
+from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
 from tfdist.strategies.outside_scope import watch_models_outside
@@ -83,20 +85,26 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         all others. Then each worker exchanges with the workers of its group, and with those that have its place in
         other groups, and has no connections to the rest. `"auto"` makes groups of about the square root of the number
         of workers, `"host"` groups of those that share a host in TF_CONFIG. Equal on all workers.
+      synchronization: How often replicas synchronize. `None`: in each step, by sums of gradients, which gives the
+        results of one device. `tfdist.LocalSGD(every=8)` or `tfdist.DiLoCo(every=100)`: each replica trains its own
+        weights, and all replicas synchronize after so many steps, at the end of each epoch of `fit`, and before
+        `evaluate` and `predict`. In between they exchange nothing. The results are not those of one device.
+        `compression` then encodes what DiLoCo exchanges. Equal on all workers. One replica ignores it.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them.
 
     Attributes:
       compression: As given.
       transport: As given.
+      synchronization: As given.
       fault_tolerance: The deadlines in use.
 
     Raises:
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or differs from the resolver's.
       ClusterError: If a worker is late, or has another cluster, other versions or another number of devices.
       ValueError: If no codec or transport has the given name, `model_sharding` is unknown, `shard_group_size` is given
-        without `model_sharding`, groups of this size or of `exchange_group_size` are not possible, or an environment
-        variable is not a valid deadline.
-      TypeError: If `compression` is a function with other arguments.
+        without `model_sharding`, groups of this size or of `exchange_group_size` are not possible, `synchronization`
+        does not go with another argument, or an environment variable is not a valid deadline.
+      TypeError: If `compression` is a function with other arguments, or `synchronization` has another type.
     """
 
     def __init__(
@@ -109,9 +117,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         model_sharding=None,
         shard_group_size=None,
         exchange_group_size=None,
+        synchronization=None,
         transport="auto",
         fault_tolerance=None,
     ):
+        check_synchronization(synchronization, model_sharding, compression)
         policy_of(compression)  # Checks the argument before any worker waits for its peers.
         if transport not in _TRANSPORTS:
             raise ValueError(f"`transport` must be one of {', '.join(map(repr, _TRANSPORTS))}, got {transport!r}.")
@@ -121,6 +131,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         self.compression, self.transport = compression, transport
         self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
+        self.synchronization = synchronization
         self.exchange_group_size = exchange_group_size
         if model_sharding == "parameters":
             return_freed_memory()
@@ -136,7 +147,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         extended.shard(model_sharding, shard_group_size)
         extended.exchange_in_groups(exchange_group_size)
         extended.compress(compression, time_exchanges)
+        extended.train_locally(synchronization)
         self._make_reports()
+        self.reports.are_local = extended.local_training is not None and extended._num_workers > 1
         if extended._num_workers > 1:
             self._meet_peers()
         else:
@@ -172,7 +185,12 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _check_scope(self, step):
         super()._check_scope(step)
         if self.extended._num_workers > 1:
-            held = functools.partial(distributed_variables.checksums, distributed_variables.variables_of(step.model))
+            held: Any = functools.partial(
+                distributed_variables.checksums, distributed_variables.variables_of(step.model)
+            )
+            training = self.extended.local_training
+            if training is not None and training.has_trained(step.model):  # Restored from a backup.
+                held = list
             codecs = functools.partial(self.communication.described_codecs, step.model) if self.communication else list
             self.extended.agreement.on_model(step.model, held, codecs)
 
@@ -196,6 +214,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _begin_fit(self, model, fit):
         if self.extended._num_workers == 1:
             return
+        self.synchronize()
         self.reports.rows_read.forget()
         self.reports.activity.call.at_end.append(self.reports.rows_read.forget)
         if self.extended.should_checkpoint:
@@ -213,7 +232,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_position(sharding.state.of_training())
 
     def _check_still_alike(self, model):
-        held = distributed_variables.held_alike(distributed_variables.variables_of(model))
+        is_local = self.extended.local_training is not None  # Each replica then has its own state of optimizers.
+        variables = model.variables if is_local else distributed_variables.variables_of(model)
+        held = distributed_variables.held_alike(variables)
         # Random states may differ if only the chief draws random numbers.
         held = [each for each in held if not isinstance(each.value, distributed_variables.RandomStateVariable)]
         checksums = distributed_variables.checksums(held)

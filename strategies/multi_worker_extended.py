@@ -28,6 +28,7 @@ from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
 from tfdist.strategies.collectives.peer_connections import connect
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.compression import Codec
+from tfdist.strategies.local_steps.synchronization import described
 from tfdist.strategies.replicated_extended import ReplicatedExtended
 
 # TensorFlow sends tensors in strings of this many bytes, by default 4096: see grpc_worker_service.cc. From 128 KiB on,
@@ -86,6 +87,12 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             return super().looked_up(table, ids, dtype)
         with watchdog.waiting_for_all("calls of a ShardedEmbedding outside of steps"):
             return super().looked_up(table, ids, dtype)
+
+    def waiting_for_synchronization(self):
+        """The context of a synchronization outside of steps, for which all workers must come."""
+        if self._num_workers == 1:
+            return super().waiting_for_synchronization()
+        return watchdog.waiting_for_all("`strategy.synchronize()`, ends of epochs, and `evaluate` and `predict`")
 
     def exchange_in_groups(self, group_size):
         """Makes exchanges go in two levels, by an argument of the strategy; called once, before `connect_peers`.
@@ -275,6 +282,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             names = ("model_sharding", "shard_group_size", "exchange_group_size")
             options = {"compression": _described(strategy.compression), "transport": transport}
             options |= {name: repr(getattr(strategy, name)) for name in names}
+            options["synchronization"] = described(strategy.synchronization)
             self.agreement.on_setup(len(self._devices), options)
         self._install_collectives()
 

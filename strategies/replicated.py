@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist._compat import call_stack, keras_internals, keras_stack, tf_internals
+from tfdist._compat import call_stack, dataset_internals, keras_internals, keras_stack, tf_internals
 from tfdist.errors import CompiledCollectivesError, ScopeError
 from tfdist.strategies import auto_shard_policy, keras_calls, keras_steps, losses, metrics, predict_outputs
 from tfdist.strategies import distributed_optimizer as optimizers
@@ -110,6 +110,11 @@ class ReplicatedStrategy:
             if keras_stack.called_by_trainer():
                 args = self._split_plain_batch(args, _among_devices)
             example = self._stand_in(step.model, whole, args)
+            training = self.extended.local_training
+            if training is not None and step.name == "train_step":
+                with optimizers.viewed_optimizers(step.model, optimizers.distributed):
+                    fn = keras_steps.on_local_replica(step, self.reports, example, training)
+                    return super().run(fn, args, kwargs, options)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
             with views, losses.global_losses(step.model, step.is_plain), metrics.noted_results(step.model):
                 return super().run(keras_steps.on_one_of_many(step, self.reports, example), args, kwargs, options)
@@ -155,6 +160,8 @@ class ReplicatedStrategy:
         if options is None and self.num_replicas_in_sync == 1 and are_kept_on_host(dataset):
             options = tf.distribute.InputOptions(experimental_fetch_to_device=False)
         distributed = super().experimental_distribute_dataset(dataset, options)
+        if self.reports.are_local and comparison is not None and auto_shard_policy.gives_all_replicas_a_part(dataset):
+            dataset_internals.end_together(distributed)  # Otherwise workers would ask each other in each step.
         if is_own:
             batches = self._longest(auto_shard_policy.batches_of_own(dataset, self.extended._num_workers))
             auto_shard_policy.end_for_all(distributed, dataset, batches)
@@ -274,6 +281,23 @@ class ReplicatedStrategy:
         then equals one device, and an Inf on one replica skips the step on all. `fit` uses such a view by itself.
         """
         return optimizers.distributed(optimizer)
+
+    def synchronize(self):
+        """Synchronizes all replicas now, if the strategy has `synchronization` and a step was run since the last time.
+
+        `fit` calls it at the end of each epoch, and `evaluate` and `predict` begin with it. Custom loops call it before
+        they save or evaluate. All workers must call it after the same step. It counts as a synchronization: the next
+        one follows `every` steps later.
+
+        Raises:
+          ClusterError: If the chief alone calls it, in a `ChiefOnly` callback, and the cluster has other workers.
+        """
+        training = self.extended.local_training
+        if training is None:
+            return
+        self.extended.check_in_company()
+        with self.extended.waiting_for_synchronization():
+            self.reports.note_agreed(training.synchronize(super().run, self.reports.asks_to_stop()))
 
     def _check_opted_out_inside(self):
         if self.communication is not None:

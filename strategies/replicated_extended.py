@@ -24,6 +24,7 @@ from tfdist.strategies.compression_policy import is_uncompressed, policy_of
 from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.gradient_reducer import GradientReducer
 from tfdist.strategies.gradient_structure import check_of_one_kind
+from tfdist.strategies.local_steps.local_training import LocalTraining, is_outer_update
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.memory_report import MadeVariables
 from tfdist.strategies.reduction_request import ReductionRequest
@@ -49,6 +50,7 @@ class ReplicatedExtended:
     parts_of_all: PartReducer | None = None  # Parts of tables, which are divided among all replicas.
     tables: TableReducer | None = None
     model_sharding: str | None = None
+    local_training: LocalTraining | None = None  # The local steps of a strategy with `synchronization`.
     divides_weights = False  # Whether the strategy has made a weight or a table that is divided among replicas.
     _num_workers = 1
     _crosses_border: bool
@@ -69,6 +71,21 @@ class ReplicatedExtended:
                 f"model_sharding={model_sharding!r} exchanges parts of weights by collectives, but cross_device_ops is "
                 f"{self.cross_device_ops_name}. Leave cross_device_ops out."
             )
+
+    def train_locally(self, synchronization):
+        """Sets how often replicas synchronize, by an argument of the strategy; called once, after `compress`."""
+        if synchronization is None or self._num_replicas_in_sync == 1:
+            return
+        if not isinstance(self._cross_device_ops, Collectives):
+            raise ValueError(
+                f"synchronization={synchronization!r} exchanges weights by collectives, but cross_device_ops is "
+                f"{self.cross_device_ops_name}. Leave cross_device_ops out."
+            )
+        self.local_training = LocalTraining(synchronization, self._container_strategy())
+
+    def waiting_for_synchronization(self):
+        """The context of a synchronization outside of steps."""
+        return contextlib.nullcontext()
 
     def parts_of(self, division):
         """Returns what exchanges the parts of a tensor that is divided in this way."""
@@ -247,6 +264,8 @@ class ReplicatedExtended:
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         """Reduces values of the user's code, or gradients of an optimizer of Keras without a view of tfdist."""
         self.reducer.check_compiled()  # A replica may have XLA compile a part of its step.
+        if is_outer_update():
+            return value
         step, optimizer = steps.current_step(), next(iter(keras_internals.open_scopes()), None)
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()
@@ -254,6 +273,11 @@ class ReplicatedExtended:
             step.exchanges.count += 1
         variables = keras_stack.variables_of_summed_gradients()
         _check_has_no_tables(optimizer, variables)
+        if variables and step is not None and self.local_training is not None:
+            own = self.local_training.gradients(step, optimizer, tf.nest.flatten(value), variables)
+            if optimizers.sums_rows_in_place(optimizer):
+                own = [sum_duplicates(gradient) for gradient in own]
+            return tf.nest.pack_sequence_as(value, own)
         # The model does not hold this optimizer, so its gradients are not weighted by rows yet.
         if variables and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
             value = weighted(step, value, optimizer)

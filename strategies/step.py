@@ -82,6 +82,8 @@ class Step:
       table_rows: The `TableRows` of a table that an optimizer updates now; else `None`.
       sharded_update: The update of an optimizer with sharded state that runs now, a `ShardedUpdate`; else `None`.
       gathers: The gathers of divided weights in this step.
+      trained: The `TrainedWeights` of the step, if replicas train by local steps; else `None`.
+      applies_sums: Whether an optimizer applies sums over all replicas now, and must not sum them again.
     """
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
@@ -101,6 +103,8 @@ class Step:
         self.whole_states: Any = None
         self.table_rows: Any = None
         self.gathers = StepGathers()
+        self.trained: Any = None
+        self.applies_sums = False
 
     @property
     def in_loop(self) -> bool:

@@ -68,6 +68,9 @@ class StepReport:
       cycle_seconds: Time from the last gradient of the step before to that of this one, on the chief. The same for all
         workers, apart from jitter, since they wait for each other. 0 in the first step, and for one worker.
       has_traced: Whether a worker has traced the step in Python.
+      is_local: Whether the report is that of this worker alone, since replicas of several workers train by local steps.
+        `rows` are then 0 for replicas of other workers, and times are those of this worker for all replicas. `stop` is
+        the same on all workers.
     """
 
     number: int
@@ -80,6 +83,7 @@ class StepReport:
     outside_seconds: Sequence[float] | np.ndarray = ()
     cycle_seconds: float = 0.0
     has_traced: bool = False
+    is_local: bool = False
 
 
 class StepReports:
@@ -101,6 +105,7 @@ class StepReports:
         train function, do not report.
       rows_read: Checksum of the rows that this worker trains on; `None` in a cluster of one worker.
       stragglers: Looks for slow workers in the reports; `None` in a cluster of one worker.
+      are_local: Whether workers exchange no reports, see `StepReport.is_local`.
     """
 
     def __init__(self, devices: Sequence[str], num_replicas: int):
@@ -118,11 +123,13 @@ class StepReports:
         self._moments = np.zeros(0)  # Times of the clock of this worker's first replica in the newest step.
         self._phases: StepPhases | None = None  # Phases of the newest step, while its report is delivered.
         self.tells = True
+        self.are_local = False
         self.rows_read: RowsRead | None = None
         self.stragglers: StragglerWatch | None = None
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # Models with a warning of Inf or NaN so far.
         with tf.device(host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
+            self._agreed_stop = tf.Variable(0.0, trainable=False)
             self._links = tf.Variable(tf.zeros([_LINK_NUMBERS]), trainable=False)
             self._traced = tf.Variable(0.0, trainable=False)
         is_ahead = num_replicas == 1 and "GPU" in devices[0]
@@ -157,6 +164,26 @@ class StepReports:
         """Sets `stop` in the report of an upcoming step, the same step on all workers. Callable in any thread."""
         self.asked_here = True
         self._stop.assign(1.0)
+
+    def asks_to_stop(self) -> tf.Tensor:
+        """Returns whether this worker asks all workers to stop, float32 []: above 0 if it does."""
+        return self._stop.read_value()
+
+    def note_agreed(self, stops: bool) -> None:
+        """Notes whether, at a synchronization outside of steps, a worker has asked to stop: the next report says so."""
+        if stops:
+            self._agreed_stop.assign(1.0)
+
+    def agreed(self, report: tf.Tensor, stops: tf.Tensor) -> tf.Tensor:
+        """Returns a local report with the requests to stop that all workers know, instead of those of this worker.
+
+        Args:
+          report: The report of a step.
+          stops: float32 []: above 0 if a worker has asked to stop at a synchronization of this step.
+        """
+        if not self.are_local:
+            return report
+        return tf.concat([report[:-1], [tf.maximum(self._agreed_stop.read_value(), stops)]], axis=0)
 
     def publish_links(self, slowest: WorkerLinks | None) -> None:
         """Lets the next reports tell all workers about the links of this worker. Costs an assignment if it is known."""
@@ -351,11 +378,11 @@ class StepReports:
             EVENTS.note("step", rows=self.latest.rows, **times)
         else:
             EVENTS.note("step")
-        if self.rows_read is not None:
+        if self.rows_read is not None and not self.are_local:
             *rows_read, learning_rates = read
             self.rows_read.check(trained, self.latest.rows, *rows_read)
             self._check_learning_rates(learning_rates[:: len(self._clocks)])
-        if self.stragglers is not None:
+        if self.stragglers is not None and not self.are_local:
             self.stragglers.add(self.latest, is_measured=trained is not None and trained in self.feeders)
         if not_finite.any() and trained is not None and trained not in self._told:
             self._told.add(trained)
@@ -392,6 +419,8 @@ class StepReports:
             cycle_seconds=float(cycle),
             has_traced=bool(traced > 0),
         )
+        if self.are_local:
+            report = _of_one_worker(report)
         return report, np.rint(not_finite).astype(np.int64), read
 
     def _check_learning_rates(self, of_workers: np.ndarray) -> None:
@@ -419,6 +448,13 @@ class StepReports:
             "there are none, lower the learning rate or clip gradients. This warning appears once for each model.",
             *(self.number, model, ", ".join(named), others),
         )
+
+
+def _of_one_worker(report: StepReport) -> StepReport:
+    """Returns a report of which one worker has made all, with its own times in place of those of others."""
+    names = ("compute_seconds", "own_seconds", "input_seconds", "outside_seconds")
+    alike = {name: np.full_like(own, np.max(own)) for name in names if len(own := getattr(report, name))}
+    return dataclasses.replace(report, **alike, links=(), cycle_seconds=0.0, has_traced=False, is_local=True)
 
 
 def _link_speed(peer: float, rate: float, typical: float, seconds: float) -> WorkerLinks | None:

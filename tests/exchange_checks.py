@@ -24,7 +24,7 @@ def exchanges(strategy):
     return sum(int(launcher.count) for each in transports.values() for launcher in each._launchers)
 
 
-class _Recorder(keras.callbacks.Callback):
+class Recorder(keras.callbacks.Callback):
     """Records the exchanges at the begin of each epoch and after each call of a step, one list per epoch."""
 
     def __init__(self, strategy):
@@ -75,7 +75,7 @@ def _counts(recorder):
 def of_fit(placement, data, codec=None, **options):
     """Counts the exchanges of `fit` on arrays, a pipeline of unknown length, or a `BalancedSharding`."""
     strategy = strategy_of(placement, INT8 if codec == "int8" else None)
-    model, recorder = _model(strategy, **options), _Recorder(strategy)
+    model, recorder = _model(strategy, **options), Recorder(strategy)
     x, y = _arrays()
     if data == "arrays":
         model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[recorder])
@@ -92,7 +92,7 @@ def of_evaluate_and_predict(placement):
     """Counts the exchanges of each batch of `evaluate` and of `predict`."""
     strategy = strategy_of(placement)
     model, (x, y) = _model(strategy), _arrays()
-    evaluated, predicted = _Recorder(strategy), _Recorder(strategy)
+    evaluated, predicted = Recorder(strategy), Recorder(strategy)
     for _ in range(2):
         model.evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[evaluated])
         model.predict(x, batch_size=BATCH, verbose=0, callbacks=[predicted])
@@ -103,7 +103,7 @@ def of_custom_loop(placement):
     """Counts the exchanges of each step of a custom loop over a distributed dataset."""
     strategy = strategy_of(placement)
     model, (x, y) = _model(strategy), _arrays()
-    loss_of, recorder = keras.losses.SparseCategoricalCrossentropy(from_logits=True), _Recorder(strategy)
+    loss_of, recorder = keras.losses.SparseCategoricalCrossentropy(from_logits=True), Recorder(strategy)
     with strategy.scope():
         optimizer = strategy.distributed_optimizer(keras.optimizers.SGD(0.1))
     data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))

@@ -26,7 +26,9 @@ HOUSE = {"tfdist": "tfdist", "strategies": "tfdist/strategies", "data": "tfdist/
 
 PUBLIC = {
     "tfdist": [
+        "DiLoCo",
         "FaultTolerance",
+        "LocalSGD",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "callbacks",
@@ -84,7 +86,14 @@ PUBLIC = {
     ],
     "tfdist.exit_codes": ["PREEMPTED", "STALLED"],
     "tfdist.layers": ["ShardedEmbedding"],
-    "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy", "estimate_memory", "step_losses_are"],
+    "tfdist.strategies": [
+        "DiLoCo",
+        "LocalSGD",
+        "MirroredStrategy",
+        "MultiWorkerMirroredStrategy",
+        "estimate_memory",
+        "step_losses_are",
+    ],
     "tfdist.testing": ["Fault", "WorkerPool", "faults", "run_workers", "virtual_devices"],
     "tfdist.testing.faults": ["Slowdown", "corrupt", "cut_network", "fill_disk", "freeze", "small_disk", "thaw"],
 }

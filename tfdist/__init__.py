@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfdist import callbacks, cluster, compression, data, errors, exit_codes, layers, testing
     from tfdist.faults import FaultTolerance
-    from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, estimate_memory, step_losses_are
+    from tfdist.strategies import (
+        DiLoCo,
+        LocalSGD,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        estimate_memory,
+        step_losses_are,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DiLoCo",
     "FaultTolerance",
+    "LocalSGD",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "callbacks",

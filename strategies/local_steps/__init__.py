@@ -1,0 +1,1 @@
+"""Training with local steps: each replica updates its own weights, and all replicas synchronize every few steps."""

@@ -1,0 +1,31 @@
+"""Divides the weights of a model into fragments, which synchronize one after another."""
+
+from collections.abc import Sequence
+
+
+def deal_out(sizes: Sequence[int], fragments: int) -> list[list[int]]:
+    """Returns the places of the weights in each fragment, such that fragments have about equal sizes.
+
+    The largest weight comes first, and each goes to the smallest fragment so far.
+
+    Args:
+      sizes: Number of elements of each weight.
+      fragments: Number of fragments, at most that of weights.
+    """
+    places: list[list[int]] = [[] for _ in range(fragments)]
+    filled = [0] * fragments
+    for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        # A fragment without weights comes before one with weights of no elements.
+        smallest = min(range(fragments), key=lambda i: (filled[i], len(places[i]), i))
+        places[smallest].append(place)
+        filled[smallest] += sizes[place]
+    return [sorted(each) for each in places]
+
+
+def is_due(step: int, fragment: int, fragments: int, every: int) -> bool:
+    """Whether a fragment synchronizes after a step; steps count from 1.
+
+    Each fragment synchronizes every `every` steps. The last fragment does after that many steps, the others earlier, at
+    equal distances.
+    """
+    return (step + (fragments - 1 - fragment) * every // fragments) % every == 0

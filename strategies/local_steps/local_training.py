@@ -1,0 +1,124 @@
+"""Local steps of a strategy: gradients that stay on their replica, and synchronizations between steps."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist._compat import keras_internals
+from tfdist.strategies.local_steps.synchronization import Synchronization
+from tfdist.strategies.local_steps.trained_weights import TrainedWeights
+from tfdist.strategies.loss_weight import times
+from tfdist.strategies.step import Step, current_step, replicas
+
+
+class LocalTraining:
+    """The local steps of a strategy with several replicas.
+
+    Args:
+      synchronization: How often to synchronize, and how.
+      strategy: The strategy.
+
+    Attributes:
+      synchronization: As given.
+    """
+
+    def __init__(self, synchronization: Synchronization, strategy: Any):
+        self.synchronization = synchronization
+        self._strategy = weakref.ref(strategy)
+        # By the `id` of the model, or of the step counter of the first optimizer in a loop of the user. Not by weak
+        # keys, since variables of Keras are compared by their values.
+        self._trained: dict[int, TrainedWeights] = {}
+
+    def gradients(self, step: Step, optimizer: Any, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns the gradients that an optimizer applies on this replica: those of its own rows.
+
+        Args:
+          step: The step of the replica.
+          optimizer: The optimizer.
+          gradients: Gradients of one replica. In a loop of the user they are divided by the size of the global batch,
+            so they are multiplied by the number of replicas.
+          variables: The variables of the gradients.
+        """
+        _check_keeps_no_averages(optimizer)
+        step.exchanges.count += 1  # Keras' optimizer has asked for the gradients, as it should.
+        trained = self.of_step(step, optimizer)
+        trained.include(_keras_variables(optimizer, variables))
+        trained.begin_update(step)
+        gradients = step.or_zeros(list(gradients))
+        if step.model is None:
+            gradients = [times(gradient, tf.constant(float(replicas()))) for gradient in gradients]
+        return trained.averaged_at_first(step, gradients)
+
+    def of_step(self, step: Step, optimizer: Any = None) -> TrainedWeights:
+        """Returns the `TrainedWeights` of the model, or the loop, that runs a step."""
+        if step.trained is None:
+            step.trained = self._of(step.model if step.model is not None else keras_internals.counter_of(optimizer))
+        return step.trained
+
+    def of_model(self, model: keras.Model, optimizers: Sequence[Any]) -> TrainedWeights:
+        """Returns the `TrainedWeights` of a model and these optimizers, also before its first step."""
+        trained = self._of(model)
+        for optimizer in optimizers:
+            trained.include(_keras_variables(optimizer, keras_internals.trained_variables(optimizer)))
+        return trained
+
+    def has_trained(self, model: keras.Model) -> bool:
+        """Whether replicas may have different weights of a model, since they have trained it."""
+        trained = self._trained.get(id(model))
+        with tf.init_scope():  # A step may be traced now.
+            return trained is not None and int(trained.taken[0].numpy()) > 0
+
+    def _of(self, owner: Any) -> TrainedWeights:
+        if id(owner) not in self._trained:
+            self._trained[id(owner)] = TrainedWeights(self.synchronization, self._strategy())
+            weakref.finalize(owner, self._trained.pop, id(owner), None).atexit = False
+        return self._trained[id(owner)]
+
+    def synchronize(self, run: Callable[..., Any], asks_to_stop: Any) -> bool:
+        """Makes the weights of all replicas equal that were trained since the last synchronization, outside of a step.
+
+        All workers must call it. Returns whether any worker has asked to stop; see `TrainedWeights`.
+        """
+        stepped = [trained for trained in self._trained.values() if trained.has_stepped]
+        return any([trained.synchronize_outside(run, asks_to_stop) for trained in stepped])
+
+
+def local_training() -> LocalTraining | None:
+    """The local steps of the current strategy; `None` if its replicas exchange gradients in each step."""
+    return getattr(tf.distribute.get_strategy().extended, "local_training", None)
+
+
+def kind_of_local_steps(strategy: Any) -> str | None:
+    """The name of the kind of `synchronization`, such as "DiLoCo", if replicas train by local steps; else `None`."""
+    training = getattr(strategy.extended, "local_training", None)
+    return None if training is None else type(training.synchronization).__name__
+
+
+def is_outer_update() -> bool:
+    """Whether an optimizer applies sums over all replicas now, which it must not sum again."""
+    step = current_step()
+    return step is not None and step.applies_sums
+
+
+def _keras_variables(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns the Keras variables that hold TensorFlow's variables of an optimizer; Keras variables unchanged."""
+    own = {id(each.value): each for each in keras_internals.trained_variables(optimizer) if hasattr(each, "value")}
+    found = [variable if isinstance(variable, keras.Variable) else own.get(id(variable)) for variable in variables]
+    lacking = next((i for i, each in enumerate(found) if each is None), None)
+    if lacking is not None:
+        raise ValueError(
+            f"`synchronization` needs weights that are variables of Keras, but optimizer {optimizer.name!r} trains "
+            f"{variables[lacking].name!r}, a `tf.Variable`. Use `keras.Variable` or `add_weight`."
+        )
+    return found
+
+
+def _check_keeps_no_averages(optimizer: Any) -> None:
+    if getattr(optimizer, "use_ema", False):
+        raise ValueError(
+            f"With `synchronization` each replica would keep moving averages of its own weights, but optimizer "
+            f"{optimizer.name!r} has use_ema=True, and `fit` ends with the averages as weights. Leave use_ema out."
+        )

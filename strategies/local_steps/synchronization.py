@@ -1,0 +1,144 @@
+"""The values of `synchronization=`: how often the replicas of a strategy synchronize, and by which algorithm."""
+
+import dataclasses
+from typing import Any
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSGD:
+    """Each replica trains by itself; every few steps all replicas average their weights.
+
+    Sends the weights once in `every` steps, where exact training sends the gradients in each step. Costs no memory. The
+    result differs from training on one device, the more the larger `every` and the learning rate are.
+
+    Args:
+      every: Number of training steps between two synchronizations, at least 1.
+      start_step: Number of steps at the beginning in which all replicas average their gradients, so that their weights
+        stay equal (post-local SGD). It keeps the accuracy of large batches better.
+
+    Raises:
+      ValueError: If `every` is less than 1, or `start_step` less than 0.
+
+    References:
+      Stich, Local SGD Converges Fast and Communicates Little, 2018, https://arxiv.org/abs/1805.09767
+      Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018, https://arxiv.org/abs/1808.07217
+    """
+
+    every: int = 8
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        _check_integer("LocalSGD", "every", self.every, 1)
+        _check_integer("LocalSGD", "start_step", self.start_step, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DiLoCo:
+    """Each replica trains by itself; every few steps an outer optimizer applies the average of their changes.
+
+    The change of a weight since the last synchronization, start minus end, is its pseudo-gradient. All replicas average
+    the pseudo-gradients, encoded if the strategy has `compression`, and the outer optimizer applies the average to the
+    weights of the last synchronization. Its momentum allows many more local steps than averages of weights.
+
+    Sends as many bytes in `every` steps as exact training in one. Costs a copy of the trainable weights, and the state
+    of the outer optimizer: with the default another copy.
+
+    Args:
+      every: Number of training steps between two synchronizations, at least 1.
+      outer_optimizer: A Keras optimizer, by default `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. The
+        strategy makes its own from the configuration of this one.
+      fragments: Number of parts of about equal sizes into which the weights are divided. Each part synchronizes every
+        `every` steps, one after another at equal distances. So an exchange is shorter, and the link is used evenly. At
+        most `every` and the number of weights.
+
+    Raises:
+      ValueError: If `every` is less than 1, `fragments` is less than 1 or more than `every`, or the outer optimizer
+        averages weights, accumulates gradients or scales the loss.
+      TypeError: If `outer_optimizer` is not an optimizer of Keras.
+
+    References:
+      Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
+      https://arxiv.org/abs/2311.08105
+      Douillard et al., Streaming DiLoCo with overlapping communication, 2025, https://arxiv.org/abs/2501.18512
+    """
+
+    every: int = 100
+    outer_optimizer: Any = None
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        _check_integer("DiLoCo", "every", self.every, 1)
+        _check_integer("DiLoCo", "fragments", self.fragments, 1)
+        if self.fragments > self.every:
+            raise ValueError(
+                f"`fragments` of DiLoCo must be at most `every`, {self.every}, since at most one fragment synchronizes "
+                f"after a step, got {self.fragments}."
+            )
+        outer = self.outer_optimizer
+        if outer is None:
+            return
+        if not isinstance(outer, keras.optimizers.Optimizer):
+            raise TypeError(
+                "The `outer_optimizer` of DiLoCo must be an optimizer of Keras, such as `keras.optimizers.SGD(0.7, "
+                f"momentum=0.9, nesterov=True)`, got {outer!r}."
+            )
+        is_wrapper = isinstance(outer, keras.optimizers.LossScaleOptimizer)
+        if is_wrapper or getattr(outer, "use_ema", False) or getattr(outer, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "The `outer_optimizer` of DiLoCo applies each average at once, so it cannot scale losses, keep "
+                f"averages of weights or accumulate gradients, got a {type(outer).__name__} that does. Leave `use_ema` "
+                "and `gradient_accumulation_steps` out."
+            )
+
+    def new_outer_optimizer(self) -> keras.optimizers.Optimizer:
+        """Returns an optimizer with the configuration of `outer_optimizer`, made in the scope of the caller."""
+        if self.outer_optimizer is None:
+            return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True, name="outer_sgd")
+        return type(self.outer_optimizer).from_config(self.outer_optimizer.get_config())
+
+
+Synchronization = LocalSGD | DiLoCo
+
+
+def check_synchronization(synchronization: Any, model_sharding: Any, compression: Any) -> None:
+    """Checks the `synchronization` of a strategy, and that its other arguments go together with it.
+
+    Raises:
+      TypeError: If it is neither `None`, a `LocalSGD` nor a `DiLoCo`.
+      ValueError: If the model is sharded, or `LocalSGD` is to compress.
+    """
+    if synchronization is None:
+        return
+    if not isinstance(synchronization, LocalSGD | DiLoCo):
+        raise TypeError(
+            "`synchronization` must be None, `tfdist.LocalSGD(every=8)` or `tfdist.DiLoCo(every=100)`, got "
+            f"{synchronization!r}."
+        )
+    name = type(synchronization).__name__
+    if model_sharding is not None:
+        raise ValueError(
+            f"With synchronization={name} each replica has all weights of its own, but model_sharding="
+            f"{model_sharding!r} divides the model among replicas. Leave one of the two out."
+        )
+    if compression is not None and isinstance(synchronization, LocalSGD):
+        raise ValueError(
+            "LocalSGD averages weights, which codecs would round too coarsely, but got compression="
+            f"{compression!r}. Leave compression out, or use `tfdist.DiLoCo(every={synchronization.every}, "
+            "outer_optimizer=keras.optimizers.SGD(1.0))`, which averages the changes of the weights, encoded."
+        )
+
+
+def described(synchronization: Synchronization | None) -> str:
+    """Describes a synchronization equally in every process, to compare workers."""
+    if not isinstance(synchronization, DiLoCo):
+        return repr(synchronization)
+    outer = synchronization.outer_optimizer
+    configured = None if outer is None else f"{type(outer).__name__}({dict(sorted(outer.get_config().items()))})"
+    return f"DiLoCo(every={synchronization.every}, outer_optimizer={configured}, fragments={synchronization.fragments})"
+
+
+def _check_integer(kind: str, name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` of {kind} must be an integer of at least {least}, got {value!r}.")

@@ -1,0 +1,229 @@
+"""The weights that a model trains by local steps, when they are due for a synchronization, and how they synchronize."""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.local_steps.fragments import deal_out, is_due
+from tfdist.strategies.local_steps.outer_update import OuterUpdate
+from tfdist.strategies.local_steps.synchronization import DiLoCo, Synchronization
+from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.step import Step, current_step, replicas
+
+_SUM = tf.distribute.ReduceOp.SUM
+
+
+class TrainedWeights:
+    """The weights that one model, or one loop of the user, trains by local steps.
+
+    Each replica counts its steps, and the rows it has trained on since the last synchronization. All replicas take
+    equally many steps, so all synchronize after the same step without asking each other.
+
+    Args:
+      synchronization: How often to synchronize, and how.
+      strategy: The strategy.
+
+    Attributes:
+      taken: Number of all steps, int64 [], by replica of this worker.
+      period: Number of steps since all fragments were synchronized together, int64 [], likewise.
+      steps: Number of steps since the last synchronization of each fragment, int64 [fragments], likewise.
+      rows: Rows that the replica has trained on since then, int64 [fragments], likewise.
+      weights: The trainable weights, as Keras variables, in the order in which steps first updated them.
+      statistics: Other weights that steps assign, such as those of BatchNormalization.
+      outer: The outer updates of DiLoCo, for the weights of each optimizer and fragment; empty for LocalSGD.
+    """
+
+    def __init__(self, synchronization: Synchronization, strategy: Any):
+        self._every = synchronization.every
+        self._start_step = getattr(synchronization, "start_step", 0)
+        self._diloco = synchronization if isinstance(synchronization, DiLoCo) else None
+        self._fragments = 1 if self._diloco is None else self._diloco.fragments
+        self._strategy = strategy
+        self.weights: list[Any] = []
+        self.statistics: list[Any] = []
+        self.outer: list[OuterUpdate] = []
+        self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
+        devices = strategy.extended.worker_devices
+        self.taken, self.period = apart(lambda: [_counters(devices, []) for _ in range(2)])
+        self.steps, self.rows = apart(lambda: [_counters(devices, [self._fragments]) for _ in range(2)])
+
+    def include(self, weights: Sequence[Any]) -> None:
+        """Adds the weights that an optimizer is about to update, if they are new."""
+        known = {id(each.value) for each in self.weights}
+        new = [each for each in weights if id(each.value) not in known]
+        self.weights += new
+        if new and self._diloco is not None:
+            self._check_suffice(new)
+            dealt = deal_out([each.shape.num_elements() for each in (weight.value for weight in new)], self._fragments)
+            for fragment, places in enumerate(dealt):
+                own = [new[place] for place in places]
+                self.outer.append(apart(functools.partial(OuterUpdate, self._diloco, own, fragment, self._strategy)))
+
+    def _check_suffice(self, weights):
+        if len(weights) < self._fragments:
+            raise ValueError(
+                f"`fragments` of DiLoCo must be at most the number of weights of an optimizer, {len(weights)}, got "
+                f"{self._fragments}. Give a smaller number."
+            )
+
+    def begin_update(self, step: Step) -> None:
+        """Keeps a copy of the weights, before the first update of an optimizer since the last synchronization."""
+        for outer in self.outer:
+            outer.begin(step.replica)
+
+    def averaged_at_first(self, step: Step, gradients: list[Any]) -> list[Any]:
+        """Returns gradients averaged over replicas in the first `start_step` steps, and unchanged later."""
+        if not self._start_step:
+            return gradients
+        kept = [tf.nest.flatten(gradient, expand_composites=True) for gradient in gradients]
+
+        def averaged():
+            share = 1 / replicas() if step.model is None else _share(step, step.rows)
+            weighted = [_times(gradient, share) for gradient in gradients]
+            totals = _reduced(step, weighted)
+            return [tf.nest.flatten(total, expand_composites=True) for total in totals]
+
+        chosen = tf.cond(self.taken[step.replica] < self._start_step, averaged, lambda: kept)
+        return [
+            tf.nest.pack_sequence_as(gradient, leaves, expand_composites=True)
+            for gradient, leaves in zip(gradients, chosen, strict=True)
+        ]
+
+    def end_step(self, step: Step, asks_to_stop: Any) -> tf.Tensor:
+        """Ends a step of a replica, and synchronizes if it is due.
+
+        Args:
+          step: The step, after all its updates.
+          asks_to_stop: float32 []: above 0 if this replica's worker asks all workers to stop.
+
+        Returns:
+          float32 []: above 0 if any worker has asked to stop by this synchronization; 0 without one.
+        """
+        self.include_statistics(step.observed.statistics)
+        replica, rows = step.replica, tf.cast(1 if step.rows is None else step.rows, tf.int64)
+        self.rows[replica].assign_add(tf.fill([self._fragments], rows))
+        self.steps[replica].assign_add(tf.ones([self._fragments], tf.int64))
+        self.taken[replica].assign_add(1)
+        taken = tf.convert_to_tensor(self.period[replica].assign_add(1))
+        stops = tf.zeros([])
+        for fragment in range(self._fragments):
+            synchronize = functools.partial(self._synchronize, step, fragment, asks_to_stop)
+            due = is_due(taken, fragment, self._fragments, self._every)
+            stops = tf.maximum(stops, tf.cond(due, synchronize, lambda: tf.zeros([])))
+        return stops
+
+    def include_statistics(self, statistics: Sequence[Any]) -> None:
+        """Adds variables that a step assigns without an optimizer, if they are new; TensorFlow's variables."""
+        known = {id(each) for each in (*self.statistics, *(weight.value for weight in self.weights))}
+        self.statistics += [each for each in statistics if id(each) not in known]
+
+    def synchronize(self, step: Step, asks_to_stop: Any) -> tf.Tensor:
+        """Makes the weights of all replicas equal; see `end_step`. All replicas must call it in the same step."""
+        stops = tf.zeros([])
+        for fragment in range(self._fragments):
+            stops = tf.maximum(stops, self._synchronize(step, fragment, asks_to_stop))
+        self.period[step.replica].assign(0)
+        return stops
+
+    def _synchronize(self, step: Step, fragment: int, asks_to_stop: Any) -> tf.Tensor:
+        """Synchronizes the weights of a fragment, and with the first fragment also the statistics.
+
+        Costs an exchange of two numbers, then one of the weights, and with DiLoCo another one of statistics.
+        """
+        replica = step.replica
+        rows = tf.cast(self.rows[replica][fragment], tf.float32)
+        total, stop = tf.unstack(step.all_reduce(_SUM, tf.stack([rows, tf.cast(asks_to_stop, tf.float32)])))
+        share = tf.where(total > 0, tf.math.divide_no_nan(rows, total), 1 / replicas())
+        averaged = [each.values[replica] for each in self.statistics] if fragment == 0 else []
+        if self._diloco is None:
+            averaged = [each.value.values[replica] for each in self.weights] + averaged
+        _average(step, averaged, share)
+        for outer in self.outer:
+            if outer.fragment == fragment:
+                outer.apply(step, share)
+        others = 1 - tf.one_hot(fragment, self._fragments, dtype=tf.int64)
+        for counter in (self.steps, self.rows):
+            counter[replica].assign(counter[replica] * others)
+        return stop
+
+    def state(self) -> dict[str, tf.Variable]:
+        """Returns the variables of this worker's replicas beside the weights, by names that are equal in each run."""
+        counters = {"steps": self.steps, "rows": self.rows, "period": self.period, "taken": self.taken}
+        named = {f"{name}@{i}": each for name, of_each in counters.items() for i, each in enumerate(of_each)}
+        for place, outer in enumerate(self.outer):
+            named |= {f"outer/{place}/{name}": variable for name, variable in outer.state().items()}
+        return named
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether replicas have trained since the last synchronization. Equal on all workers."""
+        return bool(np.any(self.steps[0].numpy()))
+
+    def synchronize_outside(self, run: Callable[..., Any], asks_to_stop: Any) -> bool:
+        """Makes the weights of all replicas equal, outside of a step. All workers must call it.
+
+        Args:
+          run: The `run` of TensorFlow's strategy.
+          asks_to_stop: float32 []: above 0 if this worker asks all workers to stop.
+
+        Returns:
+          Whether any worker has asked to stop.
+        """
+        present = len(self.weights), len(self.statistics)
+        if present not in self._functions:  # A step that was traced later has more weights.
+            self._functions[present] = tf.function(functools.partial(self._on_all, run), autograph=False)
+        return bool(self._functions[present](asks_to_stop) > 0)
+
+    def _on_all(self, run, asks_to_stop):
+        def on_replica():
+            return self.synchronize(current_step(), asks_to_stop)
+
+        stops = run(tf.autograph.experimental.do_not_convert(on_replica))
+        return self._strategy.experimental_local_results(stops)[0]
+
+
+def apart(make: Callable[[], Any]) -> Any:
+    """Calls a function in a thread of its own, so that the variables it makes belong to no replica and no graph."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make).result()
+
+
+def _counters(devices: Sequence[str], shape: Sequence[int]) -> list[tf.Variable]:
+    made = []
+    for device in devices:
+        with tf.device(host_of(device)):
+            made.append(tf.Variable(tf.zeros(shape, tf.int64), trainable=False))
+    return made
+
+
+def _share(step: Step, rows: Any) -> tf.Tensor:
+    """Returns the part of all rows that this replica has, float32 []. Costs an exchange of one number."""
+    own = tf.cast(1 if rows is None else rows, tf.float32)
+    return tf.math.divide_no_nan(own, step.all_reduce(_SUM, own))
+
+
+def _reduced(step: Step, values: list[Any]) -> list[Any]:
+    return tf.distribute.get_strategy().extended.reducer.reduce(ReductionRequest(_SUM, values), step)
+
+
+def _average(step: Step, variables: list[tf.Variable], share: tf.Tensor) -> None:
+    """Assigns the average over replicas to the variables of this replica; `share` is its weight."""
+    if not variables:
+        return
+    values = [variable.read_value() for variable in variables]
+    wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
+    totals = _reduced(step, [_times(value, share) for value in wide])
+    for variable, total in zip(variables, totals, strict=True):
+        variable.assign(tf.cast(total, variable.dtype))
+
+
+def _times(value: Any, share: Any) -> Any:
+    """Multiplies a tensor by a share; the product with 0 is 0, also for an Inf or NaN of a replica without rows."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(value.values, share), value.indices, value.dense_shape)
+    return tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))

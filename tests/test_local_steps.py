@@ -1,0 +1,166 @@
+"""Training by local steps equals a plain reference of the algorithm, on devices and on workers, with few exchanges."""
+
+import keras
+import numpy as np
+import pytest
+
+import local_step_checks as checks
+import tfdist
+from local_step_checks import DILOCO, LOCAL
+from tfdist.strategies.local_steps.fragments import deal_out, is_due
+from tfdist.strategies.local_steps.synchronization import check_synchronization
+
+KINDS = {"LocalSGD": LOCAL, "DiLoCo": DILOCO}
+
+
+def synchronized(result, every, epochs):
+    """The weights after each synchronization, and after all other steps, of one replica of a worker."""
+    steps = len(result["copies"]) // epochs
+    due = [step % steps % every == every - 1 for step in range(len(result["copies"]))]
+    firsts = [[weight[0] for weight in copies] for copies in result["copies"]]
+    return [first for first, is_due in zip(firsts, due, strict=True) if is_due]
+
+
+def assert_close(weights, expected):
+    for own, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_and_workers_equal_the_reference_and_each_other(kind, pools):
+    options = {"epochs": 2, "extra": 5}  # The last batch has 5 rows for two replicas, and each epoch 12 steps.
+    expected = pools("single").run(checks.reference, KINDS[kind], **options)[0]
+    on_devices = pools("1x2").run(checks.trained, "1x2", KINDS[kind], **options)[0]
+    first, second = pools("2x1").run(checks.trained, "2x1", KINDS[kind], **options)
+
+    assert len(expected) == 6
+    for result in (on_devices, first, second):
+        for weights, of_reference in zip(synchronized(result, 4, epochs=2), expected, strict=True):
+            assert_close(weights, of_reference)
+    for step, copies in enumerate(on_devices["copies"]):
+        for weight, of_devices in enumerate(copies):
+            for copy, of_worker in zip(of_devices, (first, second), strict=True):
+                np.testing.assert_array_equal(copy, of_worker["copies"][step][weight][0])
+        are_equal = all(np.array_equal(*each) for each in copies)
+        assert are_equal == (step % 4 == 3)
+    assert first["history"] == second["history"]
+    assert first["evaluated"] == second["evaluated"] == on_devices["evaluated"]
+
+
+@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+def test_fragments_synchronize_one_after_another(placement, pools):
+    in_turn = tfdist.DiLoCo(every=4, fragments=2)
+    expected = pools("single").run(checks.reference, in_turn, steps=9, epochs=2)[0]
+    assert len(expected) == 2 * (2 + 2 + 2)  # In steps 2 and 6, 4 and 8, and at the end of each of two epochs.
+    for result in pools(placement).run(checks.trained, placement, in_turn, steps=9, epochs=2):
+        assert_close(result["weights"], expected[-1])
+        assert_close([weight[0] for weight in result["ends"][0]], expected[5])
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("fragments", [1, 2, 3, 7])
+def test_fragments_have_all_weights_and_about_equal_sizes(fragments):
+    sizes = [400, 20, 400, 20, 30, 1, 0, 5]
+    places = deal_out(sizes, fragments)
+    assert sorted(place for each in places for place in each) == list(range(len(sizes)))
+    filled = [sum(sizes[place] for place in each) for each in places]
+    assert min(map(len, places)) > 0
+    assert max(filled) - min(filled) <= max(sizes)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("every", "fragments"), [(1, 1), (4, 2), (7, 3), (5, 5), (100, 8)])
+def test_each_fragment_is_due_once_in_a_period(every, fragments):
+    steps = range(1, 3 * every + 1)
+    due = [[step for step in steps if is_due(step, fragment, fragments, every)] for fragment in range(fragments)]
+    assert all(np.diff(each).tolist() == [every] * 2 for each in due)
+    assert due[-1][0] == every
+    assert len({step for each in due for step in each}) == 3 * fragments  # No step synchronizes two fragments.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_ends_with_synchronized_weights(kind, pools):
+    first, second = pools("2x1").run(checks.trained, "2x1", KINDS[kind], steps=6, epochs=2)
+    expected = pools("single").run(checks.reference, KINDS[kind], steps=6, epochs=2)[0]
+    assert len(expected) == 4  # After steps 4 and 6 of each epoch.
+    for one, other, of_reference in zip(first["ends"], second["ends"], expected[1::2], strict=True):
+        assert_close([weight[0] for weight in one], of_reference)
+        for mine, others in zip(one, other, strict=True):
+            np.testing.assert_array_equal(mine[0], others[0])
+    np.testing.assert_equal(first["weights"], [weight[0] for weight in first["ends"][-1]])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [("loss_scale", "LocalSGD"), ("accumulation", "DiLoCo"), ("global_clipnorm", "DiLoCo")]
+)
+def test_optimizers_step_locally(optimizer, kind, pools):
+    result = pools("1x2").run(checks.trained, "1x2", KINDS[kind], optimizer=optimizer)[0]
+    expected = pools("single").run(checks.reference, KINDS[kind], optimizer=optimizer)[0]
+    for weights, of_reference in zip(synchronized(result, 4, epochs=1), expected, strict=True):
+        assert_close(weights, of_reference)
+
+
+@pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"run_eagerly": True}], ids=["executions", "eager"])
+def test_executions_and_eager_steps_equal_the_reference(options, pools):
+    result = pools("1x2").run(checks.trained, "1x2", DILOCO, **options)[0]
+    expected = pools("single").run(checks.reference, DILOCO)[0]
+    assert_close(result["weights"], expected[-1])
+
+
+@pytest.mark.parametrize(("placement", "viewed"), [("1x2", False), ("2x1", True)])
+def test_custom_loops_train_locally(placement, viewed, pools):
+    expected = pools("single").run(checks.reference, DILOCO, steps=checks.STEPS, until=checks.STEPS - 2)[0]
+    for weights in pools(placement).run(checks.loop, placement, DILOCO, viewed=viewed):
+        assert_close(weights, expected[-1])
+
+
+def test_first_steps_average_gradients(pools):
+    result = pools("1x2").run(checks.trained, "1x2", tfdist.LocalSGD(every=4, start_step=6))[0]
+    trainable = [0, 1, 2, 3]  # Before the statistics of BatchNormalization.
+    equal = [all(np.array_equal(*copies[i]) for i in trainable) for copies in result["copies"]]
+    assert equal == [True] * 6 + [False, True] + [False] * 3 + [True]
+
+
+@pytest.mark.parametrize("data", ["arrays", "repeated", "pipeline", "balanced"])
+def test_workers_exchange_nothing_between_synchronizations(data, pools):
+    for counts in pools("2x1").run(checks.exchanges_of_fit, "2x1", data, DILOCO):
+        others = [count for step, count in enumerate(counts, start=1) if step % 4]
+        assert max(others) == 0, counts
+
+
+def test_all_workers_hear_of_a_request_to_stop_at_the_same_synchronization(pools):
+    heard = pools("2x1").run(checks.requests_to_stop, "2x1", tfdist.LocalSGD(every=5), asker=1)
+    for worker, reports in enumerate(heard):
+        stops, rows = zip(*reports, strict=True)
+        assert stops.index(True) == 4
+        assert all(of_step[worker] == checks.BATCH // 2 and of_step[1 - worker] == 0 for of_step in rows)
+
+
+def test_synchronizations_send_the_weights_once(pools):
+    def sent(synchronization, compression=None):
+        return max(pools("2x1").run(checks.bytes_of_fit, "2x1", synchronization, compression, 200))
+
+    whole = sent(None)
+    assert sent(tfdist.LocalSGD(every=8)) <= whole / 7.9
+    assert sent(tfdist.DiLoCo(every=100)) <= whole / 95
+    assert sent(tfdist.DiLoCo(every=100), "int8") <= whole / 370
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: tfdist.LocalSGD(every=0), "`every` of LocalSGD must be an integer of at least 1, got 0"),
+        (lambda: tfdist.LocalSGD(start_step=-1), "`start_step` of LocalSGD"),
+        (lambda: tfdist.DiLoCo(every=2.5), "`every` of DiLoCo must be an integer of at least 1, got 2.5"),
+        (lambda: tfdist.DiLoCo(every=4, fragments=5), "`fragments` of DiLoCo must be at most `every`, 4"),
+        (lambda: tfdist.DiLoCo(outer_optimizer="sgd"), "must be an optimizer of Keras"),
+        (lambda: tfdist.DiLoCo(outer_optimizer=keras.optimizers.SGD(use_ema=True)), "Leave `use_ema`"),
+        (lambda: check_synchronization("local", None, None), "must be None, `tfdist.LocalSGD"),
+        (lambda: check_synchronization(LOCAL, "optimizer", None), "Leave one of the two out"),
+        (lambda: check_synchronization(LOCAL, None, "int8"), "DiLoCo"),
+    ],
+)
+def test_unsuitable_options_are_refused(make, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
