@@ -27,6 +27,9 @@ COMPRESSION = {
     "powersgd": compression.PowerSGD(2, min_elements=100),  # of the first kernel alone, since compiling takes long
 }
 
+# Synchronizations fall between the saves of the tests.
+SYNCHRONIZATION = {"LocalSGD": tfdist.LocalSGD(every=5), "DiLoCo": tfdist.DiLoCo(every=5)}
+
 
 class BrokenOffError(Exception):
     """Ends a `fit` as an error in the user's code would."""
@@ -133,10 +136,15 @@ def noisy(x):
     )
 
 
-def make_strategy(placement, compressed, sharding=None, group_size=None):
+def make_strategy(placement, compressed, sharding=None, group_size=None, synchronization=None):
     """Returns a new strategy at each call, as in a new process, because the state of codecs belongs to a strategy."""
     make = tfdist.MirroredStrategy if placement.startswith("1x") else tfdist.MultiWorkerMirroredStrategy
-    return make(compression=COMPRESSION.get(compressed), model_sharding=sharding, shard_group_size=group_size)
+    return make(
+        compression=COMPRESSION.get(compressed),
+        model_sharding=sharding,
+        shard_group_size=group_size,
+        synchronization=SYNCHRONIZATION.get(synchronization),
+    )
 
 
 def data():
@@ -235,6 +243,7 @@ def train(
     compressed=None,
     sharding=None,
     group_size=None,
+    synchronization=None,
     epochs=EPOCHS,
     fits=1,
     break_off=None,
@@ -246,7 +255,9 @@ def train(
     **options,
 ):
     """Trains until `break_off`, a step or [worker, step]. Returns all state of the training, or None if broken off."""
-    strategy = None if placement == "plain" else make_strategy(placement, compressed, sharding, group_size)
+    strategy = None
+    if placement != "plain":
+        strategy = make_strategy(placement, compressed, sharding, group_size, synchronization)
     model = build(strategy, **(model or {}))
     worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
     broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []
@@ -523,3 +534,34 @@ def resumed_with_other_parts(directory, before, after):
     with contextlib.suppress(BrokenOffError):
         train_on(before, BackupAndRestore(directory, save_freq=4), BreakOff(9, kills=False))
     return train_on(after, BackupAndRestore(directory, save_freq=4)), train_on(after)
+
+
+class _Copies(keras.callbacks.Callback):
+    """Records the weights of all replicas before each step, by the number of steps taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = {}
+
+    def on_train_batch_begin(self, batch, logs=None):
+        done = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+        local = self.model.distribute_strategy.experimental_local_results
+        copies = [local(weight.value) for weight in self.model.trainable_weights]
+        self.before[done] = [[copy.numpy() for copy in weight] for weight in copies]
+
+
+def resumed_without_local_steps(directory, synchronization, arguments):
+    """Returns the weights before each step of local training, and those of a restart on a strategy by `arguments`."""
+
+    def train_on(strategy, *callbacks):
+        recorder = _Copies()
+        model = build(strategy)
+        with contextlib.suppress(BrokenOffError):
+            model.fit(**inputs("unshuffled", strategy), epochs=2, verbose=0, callbacks=[*callbacks, recorder])
+        return recorder.before
+
+    backup = BackupAndRestore(directory, save_freq=4)
+    local = tfdist.MirroredStrategy(synchronization=synchronization)
+    first = train_on(local, backup, BreakOff(5, kills=False))
+    _await_save()
+    return first, train_on(tfdist.MirroredStrategy(**arguments), BackupAndRestore(directory, save_freq=4))

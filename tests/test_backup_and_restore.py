@@ -114,13 +114,15 @@ REPLICATED = {
     "sharded": {"breaks": [9], "save_freq": 4, "sharding": "optimizer", "model": {"accumulate": 2, "averages": True}},
     "sharded, residuals": {"breaks": [3, 8], "save_freq": 3, "sharding": "optimizer", "compressed": "int8"},
     "divided": {"breaks": [9], "save_freq": 4, "sharding": "parameters", "model": {"width": 1024, "accumulate": 2}},
+    "LocalSGD": {"breaks": [9], "save_freq": 4, "synchronization": "LocalSGD"},
+    "DiLoCo": {"breaks": [3, 8], "save_freq": 3, "synchronization": "DiLoCo", "compressed": "int8"},
     "balanced, evaluates": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "evaluates": True},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
     "balanced, shorter epochs": {"breaks": [5], "save_freq": 2, "data_kind": "balanced, shorter epochs"},
 }
 
 
-@pytest.mark.parametrize("row", by_default(REPLICATED, ["balanced"]))
+@pytest.mark.parametrize("row", by_default(REPLICATED, ["balanced", "DiLoCo"]))
 def test_a_fit_interrupted_and_resumed_on_two_devices_equals_one_fit(row, pools, tmp_path):
     resumed, unbroken = pools("1x2").run(
         checks.broken_off_and_unbroken, "1x2", str(tmp_path / "backup"), **REPLICATED[row]
@@ -145,6 +147,10 @@ KILLED = {
     "two workers, both": (
         *("2x1", 2, 1, [[0, 9], [1, 15]]),
         {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"},
+    ),
+    "two workers, DiLoCo": (
+        *("2x1", 2, 1, [[0, 9], [1, 15]]),
+        {"save_freq": 4, "data_kind": "balanced", "synchronization": "DiLoCo", "compressed": "int8"},
     ),
     "two devices, sharded": (
         *("1x2", 1, 2, [[0, 13]]),
@@ -997,6 +1003,22 @@ def test_sharded_state_is_restored_with_other_parts(before, after, pools, tmp_pa
 
     for own, other in zip(resumed, unbroken, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+@pytest.mark.parametrize("after", [{"devices": ["CPU:0"]}, {}], ids=["one replica", "two replicas"])
+def test_other_replicas_start_from_synchronized_weights(kind, after, pools, tmp_path):
+    synchronization = {"LocalSGD": tfdist.LocalSGD(every=3), "DiLoCo": tfdist.DiLoCo(every=3)}[kind]
+    check = checks.resumed_without_local_steps
+    before, resumed = pools("1x2").run(check, str(tmp_path / "backup"), synchronization, after)[0]
+
+    # The commit is of step 4; the last synchronization was after step 3.
+    for copies, of_sync, of_commit in zip(resumed[4], before[3], before[4], strict=True):
+        np.testing.assert_array_equal(of_sync[0], of_sync[1])
+        assert np.any(of_commit[0] != of_commit[1])
+        expected = of_sync[0] if kind == "DiLoCo" else np.mean(of_commit, axis=0, dtype="float32")
+        for copy in copies:
+            np.testing.assert_allclose(copy, expected, rtol=1e-6, atol=1e-7)
 
 
 IN_GROUPS = {"model_sharding": "optimizer", "shard_group_size": 2}

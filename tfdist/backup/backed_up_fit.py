@@ -145,12 +145,19 @@ class FitBackup(keras.callbacks.Callback):
     def _end_passing_over(self, batch: int) -> None:
         assert self._loaded is not None
         self._passing_over = False
-        self._list.callbacks = self._others
+        self._list.callbacks = self._with_others()
         self._states.restore(self._loaded, is_reread=True)
         self._batch = batch + 1
         self._logs = self._loaded.progress.logs
         self.model.stop_training = self._loaded.progress.stops
         self._loaded = None
+
+    def _with_others(self) -> list[keras.callbacks.Callback]:
+        """Returns all callbacks, those among them that strategies have added since in their places: first or last."""
+        added, place = self._list.callbacks, self._list.callbacks.index(self)
+        kinds = {type(each) for each in added if each is not self}
+        others = [each for each in self._others if type(each) not in kinds]
+        return [*added[:place], *others, *added[place + 1 :]]
 
     # -- saving
 

@@ -30,7 +30,7 @@ from tfdist import folder_lock
 from tfdist.backup.storage import files_of, is_remote
 from tfdist.errors import BackupError
 
-FORMAT = 8
+FORMAT = 9
 MANIFEST = "manifest.json"
 LOCK = "lock"
 

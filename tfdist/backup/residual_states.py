@@ -5,6 +5,7 @@ Codec states are named by the optimizer's index in the model and by gradient exc
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +14,7 @@ from absl import logging
 from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider
 from tfdist.strategies.collectives.encoded_reducer import EncodedReducer
 from tfdist.strategies.compression_state import CompressionState, sum_of
-from tfdist.strategies.distributed_optimizer import exchanging_optimizers
+from tfdist.strategies.distributed_optimizer import exchanging_optimizers, optimizers_of
 
 
 class ResidualStates(StateProvider):
@@ -55,15 +56,23 @@ class ResidualStates(StateProvider):
     def _communication(self) -> CompressionState | None:
         return getattr(self._fit.model.distribute_strategy, "communication", None)
 
+    def _optimizers(self) -> list[Any]:
+        """Returns all optimizers of the model that may exchange, also the outer ones of local steps."""
+        training = getattr(self._fit.model.distribute_strategy.extended, "local_training", None)
+        if training is None:
+            return exchanging_optimizers(self._fit.model)
+        trained = training.of_model(self._fit.model, optimizers_of(self._fit.model))
+        return [outer.optimizer for outer in trained.outer]
+
     def _exchanges(self) -> Iterator[tuple[str, EncodedReducer]]:
         if self._communication is not None:
-            for place, optimizer in enumerate(exchanging_optimizers(self._fit.model)):
+            for place, optimizer in enumerate(self._optimizers()):
                 for name, exchange in self._communication.exchanges_of(optimizer).items():
                     yield f"{place}/{name}", exchange
 
     def _hand_over(self, name: str, give: Callable[[EncodedReducer], None]) -> None:
         place, _, exchange = name.partition("/")
-        optimizers = exchanging_optimizers(self._fit.model)
+        optimizers = self._optimizers()
 
         def fill(made: EncodedReducer) -> None:
             try:

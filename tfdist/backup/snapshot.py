@@ -11,14 +11,17 @@ from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import Commit
 from tfdist.backup.fit_progress import FitProgress
 from tfdist.backup.input_position import InputPosition
+from tfdist.backup.local_step_states import LocalStepStates
 from tfdist.backup.part_files import read_part
 from tfdist.backup.random_states import RandomStates
 from tfdist.backup.residual_states import ResidualStates
 from tfdist.backup.state_provider import SavedState, StateProvider, TrainedFit, WorkerPart
 from tfdist.backup.variable_states import VariableStates
+from tfdist.strategies.local_steps.local_training import kind_of_local_steps
 
 PROVIDERS: tuple[type[StateProvider], ...] = (
     VariableStates,
+    LocalStepStates,
     InputPosition,
     CallbackStates,
     ResidualStates,
@@ -63,6 +66,7 @@ class FitStates:
         self._providers = [kind(fit) for kind in PROVIDERS]
         self._replicas = fit.model.distribute_strategy.num_replicas_in_sync
         self._sharding = getattr(fit.model.distribute_strategy, "model_sharding", None)
+        self._local = kind_of_local_steps(fit.model.distribute_strategy)
         parts = getattr(fit.model.distribute_strategy.extended, "parts", None)
         self._group_size = None if parts is None or parts.groups is None else parts.shards
 
@@ -83,6 +87,7 @@ class FitStates:
                 "progress": progress.to_json(),
                 "model_sharding": self._sharding,
                 "shard_group_size": self._group_size,
+                "synchronization": self._local,
                 "states": {name: state.plain for name, state in states.items()},
             },
             {name: state.own_plain for name, state in states.items()},
@@ -99,9 +104,10 @@ class FitStates:
         """
         shared, plain = read_part(commit, "state")
         progress, before = FitProgress.from_json(plain["progress"]), commit.manifest["workers"]
-        here = (agreement.workers, self._replicas, self._sharding, self._group_size)
+        here = (agreement.workers, self._replicas, self._sharding, self._group_size, self._local)
         group_size = plain.get("shard_group_size")
-        is_alike = here == (before, progress.replicas, plain.get("model_sharding"), group_size)
+        local = plain.get("synchronization")
+        is_alike = here == (before, progress.replicas, plain.get("model_sharding"), group_size, local)
         parts = [_read_worker(commit, worker, is_alike) for worker in ([agreement.own] if is_alike else range(before))]
         states = {
             name: SavedState(
@@ -114,6 +120,7 @@ class FitStates:
                 is_alike=is_alike,
                 finished=finished,
                 shard_group_size=group_size,
+                synchronization=local,
             )
             for name in (provider.name for provider in self._providers)
         }

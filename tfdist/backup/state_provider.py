@@ -83,10 +83,11 @@ class SavedState:
       shared: Arrays that are equal on all workers. `plain` is JSON that is.
       parts: The state that this worker saved if `is_alike`; otherwise the states of all former workers.
       worker: Number of this worker.
-      is_alike: Whether the commit was made by as many workers and replicas as now, with the same `model_sharding` and
-        groups of the same size.
+      is_alike: Whether the commit was made by as many workers and replicas as now, with the same `model_sharding`,
+        groups of the same size and the same kind of `synchronization`.
       finished: Number of `fit`s that this process has finished.
       shard_group_size: Number of replicas of a group in the commit; `None` for one group of all.
+      synchronization: `LocalSGD` or `DiLoCo` if replicas trained their own weights by local steps; else `None`.
       is_reread: Whether this process has read the input again, up to the position of the commit.
     """
 
@@ -99,6 +100,7 @@ class SavedState:
     is_alike: bool
     finished: int
     shard_group_size: int | None = None
+    synchronization: str | None = None
     is_reread: bool = False
 
     @property

@@ -17,6 +17,7 @@ from tfdist.errors import BackupError
 from tfdist.strategies.collectives.shard_groups import ShardGroups
 from tfdist.strategies.distributed_optimizer import optimizers_of
 from tfdist.strategies.distributed_variables import OptimizerVariable, RandomStateVariable, StatisticVariable
+from tfdist.strategies.local_steps.local_training import kind_of_local_steps
 from tfdist.strategies.sharding.part_tensors import whole_of_arrays
 from tfdist.strategies.sharding.sharded_state import ShardedState, is_accumulator
 
@@ -64,6 +65,7 @@ class Slot:
 def slots_of(model: keras.Model) -> list[Slot]:
     """Returns all present variables of a model that a commit saves. The first step may make more."""
     metrics = {id(variable) for variable in model.metrics_variables}
+    is_local = kind_of_local_steps(model.distribute_strategy) is not None
     kinds = {
         "weight": [variable for variable in model.variables if id(variable) not in metrics],
         "optimizer": [variable for optimizer in optimizers_of(model) for variable in optimizer.variables],
@@ -78,7 +80,7 @@ def slots_of(model: keras.Model) -> list[Slot]:
             f"{kind}/{i}",
             _COUNTED.sub("", variable.path) if kind != "random" else variable.name,
             variable,
-            _is_own(variable, kind),
+            _is_own(variable, kind) or (is_local and _differs_by_local_steps(variable, kind)),
         )
         for kind, variables in kinds.items()
         for i, variable in enumerate(variables)
@@ -172,6 +174,11 @@ class VariableStates(StateProvider):
                 continue
             locals_, was_shared = slot.locals(), slot.key in saved.shared
             arrays = [part.arrays for part in saved.parts]
+            if saved.synchronization and not saved.is_alike and slot.key.startswith(("weight/", "optimizer/")):
+                value = saved.shared[slot.key] if was_shared else _of_all(slot, arrays)
+                for local in locals_:
+                    local.assign(value)
+                continue
             if not (saved.is_alike or was_shared) and _was_sharded(slot, arrays[0]):
                 self._assign_whole(slot, _joined(slot, arrays, saved.shard_group_size))
                 continue
@@ -250,6 +257,17 @@ def _joined(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]], group_size: i
     return whole_of_arrays(tuple(slot.variable.shape), [value for workers in values for value in workers], in_turn)
 
 
+def _of_all(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """Returns one value of a variable that replicas have trained by local steps: the average of a weight.
+
+    The state of optimizers is that of the first replica; an average would not belong to any weights either.
+    """
+    values = [value for part in parts for value in _replicas(slot.key, part)]
+    if slot.key.startswith("optimizer/") or not np.issubdtype(values[0].dtype, np.floating):
+        return values[0]
+    return np.mean(values, axis=0, dtype=values[0].dtype)
+
+
 def _accumulated(slot: Slot, parts: Sequence[Mapping[str, np.ndarray]], group_size: int | None) -> np.ndarray:
     """Returns the sum of the gradients that former replicas have accumulated: of parts, or of whole gradients each."""
     values = [value for part in parts for value in _replicas(slot.key, part)]
@@ -281,6 +299,10 @@ def _is_own(variable: keras.Variable, kind: str) -> bool:
     if isinstance(value, OptimizerVariable | StatisticVariable | RandomStateVariable):
         return kind == "optimizer" and is_accumulator(variable)
     return not value.trainable  # as it was made: a variable frozen later is equal everywhere
+
+
+def _differs_by_local_steps(variable: keras.Variable, kind: str) -> bool:
+    return kind in ("weight", "optimizer") and isinstance(variable.value, OptimizerVariable | StatisticVariable)
 
 
 def _say(described: Sequence[Any] | None) -> str:
