@@ -8,18 +8,21 @@ from absl import app, flags
 import tfdist
 
 flags.DEFINE_integer("devices", 0, "Virtual CPU devices to train on without TF_CONFIG. 0: all GPUs, else the CPU.", 0)
+flags.DEFINE_integer("local_steps", 0, "Steps between two synchronizations by DiLoCo. 0: each step sums gradients.", 0)
 
 
 def make_strategy(compression: str | None = None) -> tf.distribute.Strategy:
     """Returns a strategy for several workers if TF_CONFIG is set, else for this machine's devices. Call it first."""
+    every = flags.FLAGS.local_steps
+    options = {"compression": compression, "synchronization": tfdist.DiLoCo(every) if every else None}
     if os.environ.get("TF_CONFIG"):
-        return tfdist.MultiWorkerMirroredStrategy(compression=compression)
+        return tfdist.MultiWorkerMirroredStrategy(**options)
     devices = flags.FLAGS.devices
     if not devices:
-        return tfdist.MirroredStrategy(compression=compression)
+        return tfdist.MirroredStrategy(**options)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
-    return tfdist.MirroredStrategy([f"CPU:{i}" for i in range(devices)], compression=compression)
+    return tfdist.MirroredStrategy([f"CPU:{i}" for i in range(devices)], **options)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:

@@ -56,6 +56,11 @@ def test_char_lm_beats_the_unigram_entropy(run, way):
     assert printed("validation loss", text) < printed("unigram entropy", text) - 0.1
 
 
+def test_char_lm_learns_by_local_steps(run):
+    text = run(launcher, "char_lm.py", "--steps", "60", "--width", "64", "--blocks", "1", "--local_steps", "20")
+    assert printed("validation loss", text) < printed("unigram entropy", text) - 0.1
+
+
 def test_the_tutorial_of_tensorflow_runs_unchanged(pools, tmp_path):
     pools("2x1").run(run_tutorial, str(tmp_path))
 
