@@ -37,6 +37,9 @@ _KINDS = {
     "forward": ("_MklNativeFusedMatMul",),
     "codec": ("fusion", "reduce-window"),
     "exchange": ("CollectiveGatherV2", "CollectiveReduceV2", "CollectiveAllToAllV2"),
+    # Over connections of workers: the beginning of an exchange, and the delivery of its result.
+    "begin": (":PyFuncStateless",),
+    "delivery": ("EagerLocalExecute: QueueEnqueueV2",),
 }
 _COLOURS = {"backward": "tab:blue", "forward": "tab:cyan", "codec": "tab:orange", "exchange": "tab:green"}
 Span = tuple[float, float]  # begin and end in ms
@@ -94,6 +97,9 @@ def read_steps(folder: pathlib.Path) -> list[dict[str, list[Span]]]:
                 if kind is not None:
                     begin = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
                     spans[kind].append((begin, begin + event.duration_ps / 1e9))
+    begins, ends = (sorted(begin for begin, _ in spans.pop(kind)) for kind in ("begin", "delivery"))
+    # Exchanges may overtake each other, which does not change the time in which any is on its way.
+    spans["exchange"] += zip(begins, ends, strict=False)
     steps = sorted({(round(begin, 3), end) for begin, end in spans.pop("step")})[1:]  # the first finds nothing ready
     return [
         {kind: [span for span in own if step[0] <= span[0] < step[1]] for kind, own in spans.items()} for step in steps
