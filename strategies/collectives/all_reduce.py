@@ -1,6 +1,8 @@
 """The collectives of both strategies: they sum dense tensors in buckets, and sparse tensors row by row."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
@@ -175,6 +177,29 @@ class Collectives(tf_internals.CollectiveAllReduce):
                 highest = tf.reduce_max(tf.stack(counts))
             for count in counts:
                 count.assign(highest, read_value=False)
+
+    def reserve(self, replica: int, most: int) -> Callable[[], AbstractContextManager[None]]:
+        """Reserves keys for up to `most` collectives of a branch on each transport; see `CollectiveLauncher.reserve`.
+
+        Exchanges in a branch then overlap with those after it.
+        """
+        boxes = [each for box in self._boxes for each in (box.between, box.inside)]
+        of_replica = [each[replica] for each in (self._among_all, self._across, self._within, *boxes) if each]
+        reserved = [transport.launcher.reserve(most) for transport in of_replica]
+
+        @contextlib.contextmanager
+        def branch() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                for each in reserved:
+                    stack.enter_context(each())
+                yield
+
+        return branch
+
+    def buckets_of(self, tensors: Sequence[tf.Tensor], options=None) -> int:
+        """Returns the number of buckets in which these dense tensors are summed."""
+        laid_out = self._laid_out(tensors, self._among_all[0], self._options.merge(options or self._options))
+        return sum(len(buckets) for _, _, buckets in laid_out)
 
     def untouched(self, replica: int) -> tf.Variable:
         """Returns a variable on a CPU of this worker, for operations that need a resource; none reads or writes it."""

@@ -1,5 +1,8 @@
 """Launches TensorFlow's collectives on one replica, under instance keys that are equal on all replicas."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -73,6 +76,27 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
             self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
         with tf.init_scope(), tf.device(device if "CPU" in device else host):
             self.untouched = tf.Variable(0.0, trainable=False, name="untouched")
+        self._reserved: tuple[Iterator[tf.Tensor], tf.Tensor] | None = None  # Keys, and a resource; see `reserve`.
+
+    def reserve(self, most: int) -> Callable[[], AbstractContextManager[None]]:
+        """Reserves keys for up to `most` collectives of a branch, and returns a context for tracing each branch.
+
+        A branch is one operation. If it counted its collectives in the variable, the count of the next collective, and
+        with it this collective, would wait until the whole branch has run. In the context a branch takes keys that are
+        counted before it. Contexts for other branches of the same operation take the same keys, since one branch runs.
+        """
+        last = tf.convert_to_tensor(self.count.assign_add(most))
+        token = self._get_ordering_token()
+
+        @contextlib.contextmanager
+        def branch() -> Iterator[None]:
+            self._reserved = (last - place for place in reversed(range(most))), token
+            try:
+                yield
+            finally:
+                self._reserved = None
+
+        return branch
 
     def _use_ordering_token(self):
         return "GPU" in self._device
@@ -83,9 +107,12 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         # TensorFlow runs stateful operations without a resource one after another, which would block two replicas that
         # wait for each other. The same holds for operations that share a resource. A reshaped handle counts as a new
         # resource each time, which avoids both orders. (A new VarHandleOp would be stateful without a resource.)
-        return tf.raw_ops.Reshape(tensor=self.untouched.handle, shape=tf.constant([], tf.int32))
+        handle = self.untouched.handle if self._reserved is None else self._reserved[1]
+        return tf.raw_ops.Reshape(tensor=handle, shape=tf.constant([], tf.int32))
 
     def _next_instance_key(self):
+        if self._reserved is not None:
+            return next(self._reserved[0])
         # Convert to a tensor now: a later read of the variable, as in a loop, would delay the next collective.
         return tf.convert_to_tensor(self.count.assign_add(1))
 
