@@ -14,6 +14,7 @@ train the same models on the same batches with equal numbers of threads:
     stock        a custom loop with Keras 3 under TensorFlow's MultiWorkerMirroredStrategy
     tfdist-loop  the same loop under tfdist.MultiWorkerMirroredStrategy
     tfdist       Keras 3 `fit` under tfdist.MultiWorkerMirroredStrategy; tfdist+<codec> with compression
+    tfdist-auto  the same with compression="auto", once it has chosen
     ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
 
 With `--other_packages DIR` each variant of tfdist is measured once more, as `other-<variant>`, with the packages in
@@ -67,6 +68,7 @@ def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
         "tf_keras": Variant("keras2_fit"),
         "tfdist": Variant("keras_fit"),
         **{f"tfdist+{codec}": Variant("keras_fit", {"compression": codec}) for codec in codecs},
+        "tfdist-auto": Variant("keras_fit", {"compression": "auto"}),
         "ddp": Variant("torch_ddp"),
         **{f"ddp+{hook}": Variant("torch_ddp", {"hook": hook}) for hook in hooks},
         # On gloo the hook can abort if several buckets, with messages of several sizes each, travel at once.

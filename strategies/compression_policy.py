@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.strategies.auto_compression import AUTO, Auto, AutoPolicy
 from tfdist.strategies.compression import Codec, PowerSGD, from_name
 from tfdist.strategies.compression.codec import ENCODED
 from tfdist.strategies.compression.power_sgd import as_matrix
@@ -62,15 +63,20 @@ def policy_of(compression: Any) -> Policy | None:
     """The function that chooses each gradient's codec, from a strategy's `compression` argument; None for no codecs.
 
     Args:
-      compression: None, a codec, its name, or a function `(shape, dtype, path)` that returns one of these.
+      compression: None, a codec, its name, `"auto"`, an `Auto`, or a function `(shape, dtype, path)` that returns None,
+        a codec or its name.
 
     Raises:
       ValueError: If `compression` is an unknown name or another object.
       TypeError: If `compression` is a function with other arguments.
     """
+    if isinstance(compression, type) and issubclass(compression, Auto):
+        raise ValueError("`compression` must be an object, but got the class Auto. Call it: tfdist.compression.Auto().")
     if callable(compression) and not isinstance(compression, type):
         _check_arguments(compression)
         return compression
+    if isinstance(compression, Auto) or compression == AUTO:
+        return AutoPolicy.of(compression if isinstance(compression, Auto) else Auto())
     codec = from_name(compression)
     return None if codec is None else OneCodec(codec)
 

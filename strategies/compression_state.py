@@ -16,9 +16,18 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist._compat import keras_internals
+from tfdist.strategies.auto_compression import AutoPolicy
+from tfdist.strategies.codec_trials import TrialOrder
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.collective_launcher import is_added_up
-from tfdist.strategies.collectives.encoded_reducer import RAW_BYTES, SENT_BYTES, STEPS, EncodedReducer
+from tfdist.strategies.collectives.encoded_reducer import (
+    RAW_BYTES,
+    SENT_BYTES,
+    STEPS,
+    CodecChoices,
+    CodecsToChoose,
+    EncodedReducer,
+)
 from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression import Codec, TopK, from_name
 from tfdist.strategies.compression_policy import OneCodec, Policy, unfit
@@ -140,7 +149,9 @@ class CompressionState(tf.Module):
         paths = keras_internals.paths_in_optimizer(optimizer, places) or [""] * len(gradients)
         codecs = list(map(self._codec_of, gradients, paths, itertools.count()))
         seed = int(key[1][:6], 16)
-        made = EncodedReducer(gradients, codecs, self._collectives, seed, self._time_exchanges, partitions)
+        to_choose = self._to_choose(gradients, optimizer)
+        made = EncodedReducer(gradients, codecs, self._collectives, seed, self._time_exchanges, partitions, to_choose)
+        made.paths = tuple(paths)
         _warn_of_unfit(made.dense_codecs, optimizer)
         if not made.encodes:
             self._warn_of_none(gradients, codecs)
@@ -156,6 +167,24 @@ class CompressionState(tf.Module):
         self._known.names[key] = name
         self._known.made.append(made)
         return made
+
+    def _to_choose(self, gradients: Sequence[Gradient], optimizer: Any) -> CodecsToChoose | None:
+        """Returns the codecs to choose from while a program trains; `None` unless the policy is `Auto`."""
+        if not isinstance(self._policy, AutoPolicy):
+            return None
+
+        def fits(codec: Codec, position: int) -> bool:
+            gradient = gradients[position]
+            return OneCodec(codec)(gradient.shape, gradient.dtype, "") is not None
+
+        return CodecsToChoose(self._policy.safe_for(optimizer), fits, _tell_of_choice)
+
+    def choices(self) -> list[CodecChoices]:
+        """The present codecs of the gradients of each optimizer, in the order of their first steps.
+
+        With `compression="auto"` they change while a program trains; `is_final` tells whether the trials are over.
+        """
+        return [exchange.chosen_codecs() for exchange in list(self._known.exchanges.values())]
 
     def _forget(self, key: "_Key") -> None:
         """Frees the codec states of a deleted optimizer. Its counts of traffic stay."""
@@ -264,6 +293,8 @@ class CompressionState(tf.Module):
         reason = "the policy returns None"
         if codec is not None:
             reason = f"padded to whole blocks, {codec!r} sends no fewer bytes"
+        elif isinstance(self._policy, AutoPolicy):
+            reason = "none of the codecs that are safe for the optimizer makes it smaller"
         elif isinstance(self._policy, OneCodec):
             reason = self._policy.objection(gradient.shape, gradient.dtype) or reason
         logging.warning(
@@ -276,7 +307,7 @@ class CompressionState(tf.Module):
 
     def described_codecs(self, model: keras.Model) -> list[str]:
         """The codecs that a user's function chooses for a model's variables, to compare workers. Paths may differ."""
-        if isinstance(self._policy, OneCodec):
+        if isinstance(self._policy, OneCodec | AutoPolicy):
             return []
         variables = [each for each in model.trainable_variables if each.value.shape.num_elements()]
         choices = [self._policy(each.value.shape, each.value.dtype, each.path) for each in variables]
@@ -304,6 +335,10 @@ class CompressionState(tf.Module):
 def _signature(gradients: Sequence[Gradient], places: Sequence[int]) -> str:
     described = [(str(g.shape), g.dtype.name, isinstance(g, tf.IndexedSlices)) for g in gradients]
     return hashlib.sha256(repr((described, list(places))).encode()).hexdigest()[:16]
+
+
+def _tell_of_choice(names: str, order: TrialOrder) -> None:
+    logging.info("compression='auto' uses %s: %s.", names, order.reason)
 
 
 def _check_summed(gradients: Sequence[Gradient]) -> None:

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tfdist._compat import keras_internals
 from tfdist.readable_numbers import counted, size
+from tfdist.strategies.auto_compression import AutoPolicy
 from tfdist.strategies.collectives.shard_groups import is_group_size
 from tfdist.strategies.compression import from_name
-from tfdist.strategies.compression_policy import policy_of
+from tfdist.strategies.compression_policy import OneCodec, policy_of
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
 from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, group_sizes, needs_of
 from tfdist.strategies.memory_table import memory_table
@@ -226,10 +227,13 @@ def _embedding_tables(model: keras.Model, *, divided: bool = False) -> list[Any]
 def _residual_bytes(variable: Any, policy: Any) -> int:
     """Returns the bytes of float32 numbers that error feedback keeps for the gradient of a weight."""
     shape, dtype = tf.TensorShape(variable.shape), tf.as_dtype(variable.dtype)
-    codec = None if policy is None else from_name(policy(shape, dtype, variable.path))
-    if codec is None or not codec.error_feedback:
+    if policy is None:
         return 0
-    return 4 * int(shape.num_elements())
+    if isinstance(policy, AutoPolicy):  # Each allowed codec keeps its own.
+        codecs = [OneCodec(codec)(shape, dtype, variable.path) for codec in policy.codecs]
+    else:
+        codecs = [from_name(policy(shape, dtype, variable.path))]
+    return sum(4 * int(shape.num_elements()) for codec in codecs if codec is not None and codec.error_feedback)
 
 
 def _shape(variable: Any) -> TensorShape:

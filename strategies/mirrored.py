@@ -26,8 +26,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       cross_device_ops: As in TensorFlow. The default reduces by collectives. Other ops cannot exchange gradients inside
         a branch: `gradient_accumulation_steps` and `LossScaleOptimizer` fail as they do in TensorFlow.
       compression: How to compress gradients: `None`, a codec of `tfdist.compression` or its name, such as `"int8"` or
-        `"powersgd(8)"`, or a function that chooses for each gradient; see `MultiWorkerMirroredStrategy`. The result
-        equals, bit for bit, the result of as many workers with one device each.
+        `"powersgd(8)"`, `"auto"`, or a function that chooses for each gradient; see `MultiWorkerMirroredStrategy`. The
+        result equals, bit for bit, the result of as many workers with one device each.
       time_exchanges: Whether to measure how long compressed exchanges take; see `MultiWorkerMirroredStrategy`.
       model_sharding: `"optimizer"` divides the optimizer's state among the devices, `"parameters"` the weights too;
         see `MultiWorkerMirroredStrategy`.

@@ -63,7 +63,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         there is one worker. A given resolver sets TF_CONFIG if unset, for code that reads the chief there.
       communication_options: As in TensorFlow.
       compression: How to compress gradients between workers: `None`, a codec of `tfdist.compression` or its name, such
-        as `"int8"` or `"powersgd(8)"`. A function of (shape, dtype, path) may choose one of these for each
+        as `"int8"` or `"powersgd(8)"`. `"auto"`, or a `tfdist.compression.Auto`, lets tfdist choose by measured steps.
+        A function of (shape, dtype, path) may choose one of these for each
         gradient, alike on all workers and regardless of `min_elements`. The path is that of the Keras variable, such as
         "sequential/dense/kernel", the name of a `tf.Variable`, or empty if the variable is not known.
       time_exchanges: Whether `communication.traffic()` has the seconds of coding and exchanging compressed gradients.

@@ -16,7 +16,7 @@ from tfdist.errors import TFConfigError
 
 SECTIONS = ("docs/get_started/", "docs/migrate/", "docs/concepts/")
 CHANGED = ("from_tf_distribute", "from_horovod", "from_ray_train")
-HOW_TO = ("tfrecord", "custom_step", "custom_loop", "export", "callbacks", "bottleneck")
+HOW_TO = ("auto", "tfrecord", "custom_step", "custom_loop", "export", "callbacks", "bottleneck")
 SCRIPTS = [
     block
     for block in BLOCKS

@@ -55,6 +55,7 @@ PUBLIC = {
     ],
     "tfdist.cluster": ["DEVICES_PER_WORKER_VARIABLE", "ClusterSpec", "check_bindable", "free_ports", "is_chief"],
     "tfdist.compression": [
+        "Auto",
         "BFloat16",
         "Codec",
         "Float16",

@@ -8,12 +8,20 @@ import tensorflow as tf
 import tfdist
 from benchmarks import models
 
+_NOTICED, _BLOCK = 18, 8  # Steps in which `compression="auto"` notices another link; steps of a trial or more.
 _OPTIMIZERS = {"sgd": (keras.optimizers.SGD, 0.01), "adam": (keras.optimizers.Adam, 0.001)}  # And learning rates.
 
 
 @functools.cache
 def _strategy(**options):
     return tfdist.MultiWorkerMirroredStrategy(**options)
+
+
+def _await_choice(strategy, network, data):
+    """Trains until the codecs are chosen for the present link."""
+    network.fit(data, steps_per_epoch=_NOTICED, verbose=0)
+    while not all(each.is_final for each in strategy.communication.choices()):
+        network.fit(data, steps_per_epoch=_BLOCK, verbose=0)
 
 
 class _Ticks(keras.callbacks.Callback):
@@ -43,6 +51,8 @@ def prepare(model, alone, optimizer="sgd", **options):
     data = strategy.distribute_datasets_from_function(endless)
 
     def train(steps, tick):
+        if options.get("compression") == "auto" and not alone:
+            _await_choice(strategy, network, data)
         network.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[_Ticks(tick)])
 
     return train

@@ -40,6 +40,11 @@ class CodecGroup:
             kind for first, second in shapes for encoding in (first, second) for kind in range(len(encoding))
         ]
 
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets, each of which takes up to four collectives."""
+        return len(self._buckets)
+
     def initial_states(self):
         """The codec states before the first step; None stands for zeros."""
         return [None] * self.num_states

@@ -1,7 +1,9 @@
 """Sums the gradients of one optimizer over all replicas, encoded by codecs; holds their states and traffic."""
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -9,7 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
+from tfdist.strategies.codec_trials import Alternatives, TrialOrder
 from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.choice_control import ChoiceControl
+from tfdist.strategies.collectives.codec_choice import Choices, choices_among
 from tfdist.strategies.collectives.codec_group import CodecGroup
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.power_sgd_group import PowerSGDGroup
@@ -76,6 +81,37 @@ class Layout(tf.train.experimental.PythonState):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class CodecsToChoose:
+    """The codecs from which the exchange chooses while it runs.
+
+    Attributes:
+      codecs: The codecs, the least lossy one first.
+      fits: Tells whether a codec can encode the gradient at a position.
+      tell: Function that the first replica of all calls with the names of the chosen codecs, and with the order that
+        makes the choice final.
+    """
+
+    codecs: Sequence[Codec]
+    fits: Callable[[Codec, int], bool]
+    tell: Callable[[str, TrialOrder], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecChoices:
+    """The present codecs of an optimizer's gradients.
+
+    Attributes:
+      codecs: The codec of each gradient, by the path of its variable; None if it travels uncompressed.
+      is_final: Whether the choice stays until the time of a step changes. False while tfdist tries codecs.
+      reason: A sentence that says why the codecs were chosen; empty if no trials of this process have chosen them.
+    """
+
+    codecs: dict[str, Codec | None]
+    is_final: bool
+    reason: str
+
+
 class EncodedReducer(tf.Module):
     """Sums the gradients of one optimizer over all replicas, in each step.
 
@@ -87,12 +123,15 @@ class EncodedReducer(tf.Module):
       timed: Whether to measure the time of each step; see `Stopwatch`.
       partitions: How each gradient is divided among the replicas, which get their part of the sum; `None` for a whole
         sum. Empty if none is divided.
+      to_choose: The codecs to choose from; `codecs` then has none.
 
     Attributes:
+      controls: For each replica of this worker, the control of its choice; empty without codecs to choose from.
       in_parts: Positions of the gradients of which a replica gets its part. The sums of the others are whole.
       is_timed: Whether the time of each step is measured.
       encodes: Whether any gradient travels encoded.
       dense_codecs: The codecs of the encoded dense gradients.
+      paths: The paths of the variables of the gradients, or texts in their place.
     """
 
     def __init__(
@@ -103,9 +142,11 @@ class EncodedReducer(tf.Module):
         seed: int,
         timed: bool = False,
         partitions: Sequence[Any] = (),
+        to_choose: CodecsToChoose | None = None,
     ):
         super().__init__(name="exchange")
         self._collectives, self.is_timed = collectives, timed
+        self.paths: tuple[str, ...] = tuple(f"gradient_{i}" for i in range(len(gradients)))
         self._partitions = list(partitions) or [None] * len(gradients)
         parts = _parts(gradients, codecs, collectives, seed, self._partitions)
         # Leave out codecs that save nothing because of the padding to whole blocks per rank.
@@ -114,7 +155,11 @@ class EncodedReducer(tf.Module):
             for part in parts
             if part.sent_bytes(collectives) < collectives.uncompressed_bytes([gradients[i] for i in part.positions])
         ]
+        self._choices = Choices([], [], [])
+        if to_choose is not None:
+            self._choose_among(to_choose, gradients, seed)
         encoded = {i for part in self._parts for i in part.positions}
+        encoded |= {i for choice in self._choices.rows for i in choice.positions}
         self._sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
         rows = {i: codec.for_rows() for i in self._sparse if (codec := codecs[i]) is not None}
         # Likewise leave out codecs that save nothing because of the padding of each row.
@@ -124,8 +169,10 @@ class EncodedReducer(tf.Module):
             if sparse_row_bytes(gradients[i], codec) < sparse_row_bytes(gradients[i])
         }
         self.dense_codecs = [part.codec for part in self._parts]
-        self.encodes = bool(self._parts or self._sparse_codecs)
-        shapes = [[part.positions, part.state_shapes] for part in self._parts]
+        self.encodes = bool(self._parts or self._sparse_codecs or self._choices.rows)
+        shapes: list[Any] = [[part.positions, part.state_shapes] for part in self._parts]
+        if to_choose is not None and self._choices.codecs_of_groups:
+            shapes.append([[codec.name for codec in to_choose.codecs], self._choices.codecs_of_groups])
         self.layout = Layout(collectives.ranks * collectives.spread, collectives.worker, shapes)
         raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
         self._raw_parts = [i for i in raw if self._partitions[i] is not None and i not in self._sparse]
@@ -139,9 +186,24 @@ class EncodedReducer(tf.Module):
             [self._collectives.replicas, 3], np.int64
         )  # Parts of the counts of earlier processes.
         self.times = Times()
+        self._to_choose = to_choose if self._choices.codecs_of_groups else None
+        self._unit_bytes = self._choices.unit_bytes(gradients, collectives)
+        self.controls: list[ChoiceControl] = []
         # In another thread, since in a replica's thread the strategy would mirror the variables in its graph.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._make_variables).result()
+
+    def _choose_among(self, to_choose: CodecsToChoose, gradients: Sequence[Gradient], seed: int) -> None:
+        """Makes the choices, and the parts that they choose from."""
+
+        def make_part(codec: Codec, positions: list[int], is_divided: bool) -> Any:
+            partitions = [self._partitions[i] for i in positions]
+            return _part(codec, positions, is_divided, gradients, partitions, self._collectives, seed)
+
+        self._choices = choices_among(
+            to_choose.codecs, to_choose.fits, gradients, self._partitions, make_part, self._collectives
+        )
+        self._parts = [part for choice in self._choices.dense for part in choice.parts]
 
     def __call__(
         self, replica: int, gradients: Sequence[Gradient], done: tf.Tensor, options: Any = None
@@ -159,8 +221,26 @@ class EncodedReducer(tf.Module):
         new: list[tf.Tensor] = []
         finite: list[tf.Tensor] = []
         seconds: list[tf.Tensor] = []
+        control = self.controls[replica] if self.controls else None
+        choice: Any = None if control is None else control.choice()
+        numbers = [] if control is None else [control.own_numbers()]
         with tf.device(collectives.device(replica)):
-            for part in self._parts:
+            own_choices = [unit.own_choice(choice) for unit in self._choices.dense]
+            for choosing, own_choice in zip(self._choices.dense, own_choices, strict=True):
+                states = [tf.convert_to_tensor(each) for each in old[len(new) : len(new) + choosing.num_states]]
+                sums, states, is_finite, spent = choosing.sum(
+                    own_choice, gradients, states, replica, collectives, options, self.is_timed
+                )
+                new += states
+                finite.append(is_finite)
+                seconds.append(spent)
+                for i, total in zip(choosing.positions, sums, strict=True):
+                    totals[i] = total
+            for rows in self._choices.rows:
+                sums = rows.sum(choice[rows.group], gradients, replica, collectives, options)
+                for i, total in zip(rows.positions, sums, strict=True):
+                    totals[i] = total
+            for part in self._fixed_parts:
                 members = [gradients[i] for i in part.positions]
                 states = [tf.convert_to_tensor(variable) for variable in old[len(new) : len(new) + part.num_states]]
                 sums, states, is_finite, spent = _from_step(
@@ -172,8 +252,9 @@ class EncodedReducer(tf.Module):
                 for i, total in zip(part.positions, sums, strict=True):
                     totals[i] = total
             raw = collectives._all_reduce(
-                tf.distribute.ReduceOp.SUM, [gradients[i] for i in self._raw], replica, options
+                tf.distribute.ReduceOp.SUM, [*numbers, *(gradients[i] for i in self._raw)], replica, options
             )
+            of_all, raw = raw[: len(numbers)], raw[len(numbers) :]
             for i, total in zip(self._raw, raw, strict=True):
                 totals[i] = total
             own = PartReducer(collectives).reduce_scatter_tensors(
@@ -193,12 +274,25 @@ class EncodedReducer(tf.Module):
                 # Check sums that no codec has checked, and float16 ones, which may overflow when cast from float32.
                 raw = {*self._raw, *self._raw_parts, *self._sparse}
                 unseen = [i for i, gradient in enumerate(gradients) if i in raw or gradient.dtype == tf.float16]
-                finite += [_is_finite(totals[i]) for i in unseen]
-                all_finite = tf.reduce_all(finite)
-                if self.in_parts:  # No replica sees the whole sums.
-                    all_finite = self._on_all_replicas(all_finite, replica, options)
-                tf.cond(all_finite, lambda: _assign(old, new), lambda: tf.constant(False))
-            self._count(replica, gradients, totals, done, options)
+                units = zip(self._choices.dense, own_choices, strict=True)
+                groups = [(unit.positions, own_choice == 0) for unit, own_choice in units]
+                branch = collectives.reserve(replica, 1) if choice is not None and self.in_parts else None
+
+                def assign_if_finite():
+                    unseen_groups = [tf.cond(*_check_if(totals, *group)) for group in groups]
+                    all_finite = tf.reduce_all([*finite, *(_is_finite(totals[i]) for i in unseen), *unseen_groups])
+                    if self.in_parts:  # No replica sees the whole sums.
+                        with contextlib.nullcontext() if branch is None else branch():
+                            all_finite = self._on_all_replicas(all_finite, replica, options)
+                    return tf.cond(all_finite, lambda: _assign(old, new), lambda: tf.constant(False))
+
+                if choice is None:
+                    assign_if_finite()
+                else:  # Without a codec no state changes.
+                    tf.cond(tf.reduce_any(tf.stack(own_choices) > 0), assign_if_finite, lambda: tf.constant(False))
+            self._count(replica, gradients, totals, done, options, choice)
+            if control is not None:
+                control.end_step(gradients, totals, of_all[0], collectives.untouched(replica).handle)
             self.times.of_replicas[replica].assign_add(tf.add_n(seconds) if seconds else _NO_TIME)
         return totals
 
@@ -226,6 +320,11 @@ class EncodedReducer(tf.Module):
         self.states = []
         if hasattr(self, "_function"):
             del self._function  # Its graphs refer to this object.
+
+    @property
+    def _fixed_parts(self) -> list[Any]:
+        """The parts that do not depend on a choice."""
+        return [] if self._choices.dense else self._parts
 
     def residuals(self) -> list[tf.Tensor]:
         """Returns the residuals of all replicas of this worker. For `PowerSGD`, costs one pass over the matrices."""
@@ -291,6 +390,37 @@ class EncodedReducer(tf.Module):
             with tf.device(host_of(self._collectives.device(replica))):
                 self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
                 self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
+        if self._to_choose is not None:
+            replicas = range(self._collectives.replicas)
+            self.controls = [self._make_control(replica, self._to_choose) for replica in replicas]
+            self.chosen = [control.chosen for control in self.controls]  # A part of checkpoints.
+
+    def _make_control(self, replica: int, to_choose: CodecsToChoose) -> ChoiceControl:
+        collectives = self._collectives
+        ranks = collectives.ranks * collectives.spread
+        names = [codec.name for codec in to_choose.codecs]
+        return ChoiceControl(
+            Alternatives(names, self._choices.codecs_of_groups, self._unit_bytes, ranks),
+            collectives.device(replica),
+            collectives.worker * collectives.replicas + replica,
+            ranks,
+            to_choose.tell if collectives.is_first(replica) else None,
+        )
+
+    def chosen_codecs(self) -> CodecChoices:
+        """Returns the present codecs."""
+        found: dict[int, Codec | None] = {i: part.codec for part in self._fixed_parts for i in part.positions}
+        found |= self._sparse_codecs
+        is_final, reason = True, ""
+        if self._to_choose is not None:
+            *choice, final = map(int, self.chosen[0].numpy())
+            is_final, reason = bool(final), self.controls[0].decider.reason
+            codecs, units = self._to_choose.codecs, self._choices
+            for each in units.dense:
+                found |= each.codecs_of(choice[each.group], codecs)
+            for rows in units.rows:
+                found |= rows.codecs_of(choice[rows.group], codecs)
+        return CodecChoices({path: found.get(i) for i, path in enumerate(self.paths)}, is_final, reason)
 
     def own_counts(self) -> np.ndarray:
         """Returns the counts of this process: steps, bytes before compression and bytes sent, int64 [replicas, 3]."""
@@ -300,22 +430,35 @@ class EncodedReducer(tf.Module):
         """Notes that a backup has set the counts, after they were `own` for this process."""
         self._restored += self.own_counts() - own
 
-    def _count(self, replica, gradients, totals, done, options):
+    def _count(self, replica, gradients, totals, done, options, choice):
         """Counts a step and its bytes for a replica. Sparse rows count without the padding to the longest replica."""
         collectives = self._collectives
         dense = [gradients[i] for i in [*self._raw, *self._raw_parts] if i not in self._sparse]
         raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
-        for part in self._parts:
+        for unit in self._choices.dense:
+            bytes_of = unit.bytes_of(gradients, collectives, options)
+            raw += bytes_of[0]
+            sent += tf.gather(tf.constant(np.take(bytes_of, unit.places), tf.int64), choice[unit.group])
+        for part in self._fixed_parts:
             uncompressed = round(collectives.uncompressed_bytes([gradients[i] for i in part.positions], options))
             raw += uncompressed
             sent += _from(part.codec.start_step, done, round(part.sent_bytes(collectives)), uncompressed)
         others = collectives.ranks * collectives.spread - 1
+        of_rows = {
+            i: tf.gather(tf.constant(each.row_bytes(i, gradients), tf.int64), choice[each.group])
+            for each in self._choices.rows
+            for i in each.positions
+        }
         for i in self._sparse:
             rows = tf.cast(tf.shape(totals[i].indices)[0], tf.int64) * others // (others + 1)
             codec = self._sparse_codecs.get(i)
             uncompressed, encoded = sparse_row_bytes(gradients[i]), sparse_row_bytes(gradients[i], codec)
             raw += rows * uncompressed
-            sent += rows * _from(0 if codec is None else codec.start_step, done, encoded, uncompressed)
+            sent += (
+                rows * of_rows[i]
+                if i in of_rows
+                else rows * _from(0 if codec is None else codec.start_step, done, encoded, uncompressed)
+            )
         self.counts[replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
 
 
@@ -327,13 +470,18 @@ def _parts(gradients, codecs, collectives, seed, partitions) -> list[Any]:
             is_divided = isinstance(codecs[i], WordCodec) and isinstance(partitions[i], Partition)
             groups.setdefault((codecs[i], is_divided), []).insert(0, i)
     return [
-        PowerSGDGroup(codec, positions, gradients, codec.seed + seed)
-        if isinstance(codec, PowerSGD)
-        else PartCodecGroup(cast(WordCodec, codec), positions, [partitions[i] for i in positions], collectives)
-        if is_divided
-        else CodecGroup(cast(WordCodec, codec), positions, gradients, collectives)
+        _part(codec, positions, is_divided, gradients, [partitions[i] for i in positions], collectives, seed)
         for (codec, is_divided), positions in groups.items()
     ]
+
+
+def _part(codec, positions, is_divided, gradients, partitions, collectives, seed) -> Any:
+    """Makes the part of one codec for the gradients at `positions`, which have the `partitions` if divided."""
+    if isinstance(codec, PowerSGD):
+        return PowerSGDGroup(codec, positions, gradients, codec.seed + seed)
+    if is_divided:
+        return PartCodecGroup(cast(WordCodec, codec), positions, partitions, collectives)
+    return CodecGroup(cast(WordCodec, codec), positions, gradients, collectives)
 
 
 def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
@@ -376,6 +524,11 @@ def _is_finite(total: Gradient) -> tf.Tensor:
     values = total.values if isinstance(total, tf.IndexedSlices) else total
     values = tf.abs(values) if values.dtype.is_complex else values
     return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
+
+
+def _check_if(totals, positions, is_unseen):
+    """The arguments of a `tf.cond` that tells whether sums are finite, and looks at them only if no codec has done."""
+    return is_unseen, lambda: tf.reduce_all([_is_finite(totals[i]) for i in positions]), lambda: tf.constant(True)
 
 
 def _assign(variables, values):

@@ -44,6 +44,11 @@ class PowerSGDGroup:
         self.num_states = len(self.state_shapes)
         self.kinds = 1 + codec.error_feedback
 
+    @property
+    def num_buckets(self) -> int:
+        """Number of groups of matrices, each of which takes up to four collectives."""
+        return len(self._groups)
+
     def initial_states(self):
         """The codec states before the first step; None stands for zeros."""
         codec = self.codec

@@ -59,7 +59,7 @@ class Stopwatch:
             return tf.constant(0.0, tf.float64), tensors
         leaves = tf.nest.flatten(tensors, expand_composites=True)
         with tf.device(self._apart.device), tf.control_dependencies(computed_by(self._device, leaves)):
-            now = _timestamp(self._apart.handle)
+            now = timestamp(self._apart.handle)
         with tf.control_dependencies([now]):
             leaves = tf.identity_n(leaves)  # `tf.identity` would copy integers from a GPU to the host and back.
         return now, tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
@@ -94,7 +94,8 @@ def _difference(later: tf.Tensor, earlier: tf.Tensor) -> tf.Tensor:
 
 
 @tf.function
-def _timestamp(apart):
+def timestamp(apart: tf.Tensor) -> tf.Tensor:
+    """Returns the seconds since the epoch, float64 []. `apart` is the handle of a variable; see `Stopwatch`."""
     # TensorFlow runs stateful operations without a resource one after another, but those that only read a resource in
     # any order. Therefore this function takes a resource, although it does not use it.
     del apart

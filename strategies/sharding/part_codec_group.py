@@ -42,6 +42,11 @@ class PartCodecGroup:
         self.state_shapes = [shape for shape in shapes for _ in range(codec.states)]
         self.num_states, self.kinds = len(self.state_shapes), codec.states
 
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets, each of which takes up to four collectives."""
+        return len(self._buckets.columns)
+
     def initial_states(self):
         """The codec states before the first step; None stands for zeros."""
         return [None] * self.num_states

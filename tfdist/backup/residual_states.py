@@ -106,7 +106,8 @@ def _variables(exchange: EncodedReducer) -> dict[str, tf.Variable]:
         for replica, states in enumerate(exchange.states)
         for i, state in enumerate(states)
     }
-    return {**states, **{f"counts/{replica}": count for replica, count in enumerate(exchange.counts)}}
+    chosen = {f"chosen/{replica}": control.chosen for replica, control in enumerate(exchange.controls)}
+    return {**states, **chosen, **{f"counts/{replica}": count for replica, count in enumerate(exchange.counts)}}
 
 
 def _by_exchange(saved: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

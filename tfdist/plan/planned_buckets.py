@@ -21,10 +21,12 @@ class Gradient:
     Attributes:
       float_bytes: Bytes as float32.
       sent_bytes: Bytes of its encoding.
+      coding_seconds: Time to encode and decode it, beside that of the codec of the step.
     """
 
     float_bytes: float
     sent_bytes: float
+    coding_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +37,13 @@ class PlannedBucket:
       made: The part of all gradients that exists when the bucket is complete, from 0 to 1.
       float_bytes: Bytes as float32.
       sent_bytes: Bytes of the encoding.
+      coding_seconds: Sum of those of its gradients.
     """
 
     made: float
     float_bytes: float
     sent_bytes: float
+    coding_seconds: float = 0.0
 
 
 def family(codec: str) -> str:
@@ -64,10 +68,11 @@ def fill_planned_buckets(gradients: Sequence[Gradient], codec: str, replicas: in
     made = 0.0
     for gradient in reversed(gradients):
         made += gradient.float_bytes / whole
-        new = PlannedBucket(made, gradient.float_bytes, gradient.sent_bytes)
+        new = PlannedBucket(made, gradient.float_bytes, gradient.sent_bytes, gradient.coding_seconds)
         if gradient.float_bytes >= limit:
             parts = 1 if family(codec) == LOW_RANK else math.ceil(gradient.float_bytes / part)
-            filled += [PlannedBucket(made, new.float_bytes / parts, new.sent_bytes / parts)] * parts
+            sizes = (new.float_bytes / parts, new.sent_bytes / parts, new.coding_seconds / parts)
+            filled += [PlannedBucket(made, *sizes)] * parts
         elif open_bucket is not None and open_bucket.float_bytes + new.float_bytes <= limit:
             open_bucket = _joined(open_bucket, new)
         else:
@@ -78,7 +83,8 @@ def fill_planned_buckets(gradients: Sequence[Gradient], codec: str, replicas: in
 
 
 def _joined(bucket: PlannedBucket, new: PlannedBucket) -> PlannedBucket:
-    return PlannedBucket(new.made, bucket.float_bytes + new.float_bytes, bucket.sent_bytes + new.sent_bytes)
+    sent_bytes, coding = bucket.sent_bytes + new.sent_bytes, bucket.coding_seconds + new.coding_seconds
+    return PlannedBucket(new.made, bucket.float_bytes + new.float_bytes, sent_bytes, coding)
 
 
 def _limit(gradients: Sequence[Gradient], codec: str) -> float:

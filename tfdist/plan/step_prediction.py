@@ -85,7 +85,7 @@ def predict_step(step: PlannedStep, replicas: int, link_bits: float, costs: Exch
     coded = coder_free = link_free = arrived = 0.0
     total = Traffic(0.0, 0, 0)
     for bucket in fill_planned_buckets(step.gradients, step.codec, replicas):
-        coding = bucket.float_bytes * per_byte
+        coding = bucket.float_bytes * per_byte + bucket.coding_seconds
         exists = begin + (step.compute_seconds - begin) * bucket.made
         exists += 0.0 if step.codes_elsewhere else coded
         encoded_at = max(exists, coder_free) + coding / 2  # The first half encodes, the second decodes.

@@ -1,0 +1,242 @@
+"""Policy of `compression="auto"`: tries codecs in training steps, and keeps the best. No clock, process or network.
+
+    uncompressed ─ is its exchange hidden? ─ yes ───────────────────────────┐
+                        │ no                                                ├─ keep, and watch the time of steps
+                 each codec, some steps ─ the best ─ with fewer groups encoded ─────┘          │ it has changed
+        ▲                                                                              │
+        └──────────────────────────────────────────────────────────────────────────────┘
+
+Every replica runs the policy by itself. All get the same numbers, so all make the same choice. Does not load
+TensorFlow.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+from tfdist.strategies.codec_mixtures import MeasuredStep, MixtureModel, UnitBytes, mixtures
+
+_FIRST = 4  # Calls before the first trial: the first step is traced, and the next ones may allocate memory.
+_LAG = 2  # Calls after an order. Their numbers are of steps before the order, or of the first step after it.
+_SAMPLES, _SLOW_SAMPLES = 5, 3  # Steps of a trial; of steps that take longer than `_SLOW_SECONDS`.
+_SLOW_SECONDS = 0.5
+_ROUNDS = 3  # Most trials of a choice.
+_MIXTURES = 2  # Most mixtures of codecs that are tried.
+_CLOSE = 1.06  # Choices that take at most this many times the time of the best one are tried again.
+_HOPELESS = 1.25  # A trial ends early if its steps take this many times the time of the best choice.
+_HIDDEN = 0.03  # Part of a step. If the replicas wait less for the exchange, no codec is worth its arithmetic.
+_EQUAL = 1.02  # Choices that take at most this many times the time of the best one are as fast.
+_MOST_NOISE = 0.02  # How much more the noise of the measurement may add to that.
+_WINDOW = 4  # Steps between two looks at the time of steps while the choice stays. The fastest of them counts.
+_WINDOWS = 3  # Windows in a row that must differ.
+_CHANGED, _CHANGED_MUCH = 1.2, 2.0  # Change of the time that counts after a pause; that counts at any time.
+_PAUSE, _LONGEST_PAUSE = 128, 1 << 15  # Steps. The pause doubles when the choice stays the same.
+
+Choice = tuple[int, ...]  # For each group of gradients 0, uncompressed, or the number of one of its codecs.
+
+
+class Numbers(NamedTuple):
+    """Measured numbers of a step, or the least of several steps; equal on all replicas.
+
+    Attributes:
+      seconds: Time from the end of the exchange of the step before to that of this one.
+      exposed: Time from the last gradient to the end of the exchange, on the replica that waits least. The others also
+        wait for this one.
+    """
+
+    seconds: float
+    exposed: float
+
+
+class TrialOrder(NamedTuple):
+    """Tells the replicas how to go on.
+
+    Attributes:
+      choice: How gradients travel.
+      steps: Steps until the policy wants to know their numbers.
+      is_final: Whether the choice stays until something changes.
+      reason: A sentence that says why; empty unless the choice has become final with this order.
+    """
+
+    choice: Choice
+    steps: int
+    is_final: bool
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternatives:
+    """The ways to exchange each group of gradients.
+
+    Attributes:
+      codecs: Names of all codecs, the least lossy one first.
+      of_groups: For each group, the positions in `codecs` of the codecs that it can use. Groups are in the order of
+        the layers.
+      units: The bytes of the units of the groups, in the order of the layers; empty to leave out trials of mixtures.
+      replicas: Number of replicas.
+    """
+
+    codecs: Sequence[str]
+    of_groups: Sequence[Sequence[int]]
+    units: Sequence[UnitBytes] = ()
+    replicas: int = 2
+
+    @property
+    def uncompressed(self) -> Choice:
+        """The choice without codecs."""
+        return (0,) * len(self.of_groups)
+
+    def uniform(self, codec: int) -> Choice:
+        """The choice of one codec for all groups that can use it."""
+        return tuple(1 + list(known).index(codec) if codec in known else 0 for known in self.of_groups)
+
+    def all_uniform(self) -> list[Choice]:
+        """All different choices of no codec or one codec, the least lossy first."""
+        return list(dict.fromkeys([self.uncompressed, *map(self.uniform, range(len(self.codecs)))]))
+
+    def describe(self, choice: Choice) -> str:
+        """Names a choice: "int8", "no codec", or "int8 for groups 2 and 3 of 3"."""
+        used = {self.codecs[known[place - 1]] for known, place in zip(self.of_groups, choice, strict=True) if place}
+        names = " and ".join(sorted(used, key=list(self.codecs).index)) or "no codec"
+        if choice in self.all_uniform():
+            return names
+        encoded = [str(number) for number, place in enumerate(choice, 1) if place]
+        return f"{names} for {len(encoded)} of {len(choice)} groups ({', '.join(encoded)})"
+
+
+_Steps = Generator[TrialOrder, Numbers, None]
+
+
+class CodecTrials:
+    """Chooses codecs by measured steps.
+
+    Args:
+      alternatives: The ways to exchange gradients.
+      settled: A choice that was made earlier, as in a backup. By default the first steps are trials.
+    """
+
+    def __init__(self, alternatives: Alternatives, settled: Choice | None = None):
+        self._alternatives = alternatives
+        self._life = self._run(settled)
+        self.order = next(self._life)
+
+    def take(self, numbers: Numbers) -> TrialOrder:
+        """Takes the numbers of the newest measured steps. Returns what to do from the next step on."""
+        self.order = self._life.send(numbers)
+        return self.order
+
+    def _run(self, settled: Choice | None) -> _Steps:
+        reason, pause = "", _PAUSE
+        expected: dict[Choice, float] = {}
+        if settled is None:
+            yield from _idle(TrialOrder(self._alternatives.uncompressed, 0, False), _FIRST)
+        while True:
+            if settled is None or expected:
+                before = settled
+                settled, reason = yield from self._look(expected)
+                pause = _PAUSE if settled != before else min(2 * pause, _LONGEST_PAUSE)
+            seconds = yield from self._watch(settled, reason, pause)
+            expected = {settled: seconds}
+
+    def _look(self, expected: dict[Choice, float]) -> Generator[TrialOrder, Numbers, tuple[Choice, str]]:
+        """Tries the choices; returns the best one and the reason. `expected` has the present choice and its time."""
+        raw, *coded = self._alternatives.all_uniform()
+        samples: dict[Choice, list[float]] = {}
+        fastest = min(expected.values(), default=math.inf)
+        numbers = yield from _trial(raw, fastest)
+        samples[raw] = [each.seconds for each in numbers]
+        exposed = statistics.median(each.exposed for each in numbers)
+        seconds = statistics.median(samples[raw])
+        if exposed < _HIDDEN * seconds:
+            return raw, (
+                f"the exchange is hidden behind the computation: replicas wait {_ms(exposed)} of a step of "
+                f"{_ms(seconds)} for it"
+            )
+        rivals = [raw, *coded]
+        for turn in range(_ROUNDS):
+            for choice in rivals:
+                if choice not in samples or turn:
+                    limit = min([fastest, *map(statistics.median, samples.values())])
+                    numbers = yield from _trial(choice, limit)
+                    samples.setdefault(choice, []).extend(each.seconds for each in numbers)
+            times = {choice: statistics.median(each) for choice, each in samples.items()}
+            rivals = [choice for choice in rivals if times[choice] <= _CLOSE * min(times.values())]
+            if len(rivals) == 1:
+                break
+        best = min(times, key=times.__getitem__)
+        chosen = next(each for each in times if times[each] <= times[best] * _as_fast(samples[each], samples[best]))
+        if chosen != raw:
+            measured = MeasuredStep(times[raw], times[raw] - exposed)
+            for choice in self._promising(measured, times, chosen):
+                numbers = yield from _trial(choice, times[best])
+                samples[choice] = [each.seconds for each in numbers]
+                times[choice] = statistics.median(samples[choice])
+                if times[choice] <= times[best] * _as_fast(samples[choice], samples[best]):
+                    chosen = choice
+                    break
+        told = ", ".join(f"{self._alternatives.describe(each)} {_ms(times[each])}" for each in times)
+        return chosen, f"a step takes with {told}"
+
+    def _promising(self, raw: MeasuredStep, times: dict[Choice, float], chosen: Choice) -> list[Choice]:
+        """Returns mixtures that encode fewer groups than a choice, but should be as fast; the least lossy first."""
+        units = self._alternatives.units
+        if sum(map(bool, chosen)) < 2 or not units:
+            return []
+        model = MixtureModel(units, self._alternatives.replicas, raw, times)
+        fewer = [each for each in mixtures(units, chosen) if each not in times]
+        return [each for each in fewer if model.seconds(each) <= _EQUAL * times[chosen]][:_MIXTURES]
+
+    def _watch(self, choice: Choice, reason: str, pause: int) -> Generator[TrialOrder, Numbers, float]:
+        """Keeps a choice until the time of a step has changed. Returns the new time."""
+        order = TrialOrder(choice, _WINDOW, True)
+        yield order._replace(reason=reason)
+        yield order  # The first window begins with steps of the trial.
+        first = []
+        for _ in range(_WINDOWS):
+            first.append((yield order).seconds)
+        usual, steps = statistics.median(first), _WINDOW * _WINDOWS
+        changed: list[float] = []
+        while True:
+            numbers = yield order
+            steps += _WINDOW
+            limit = _CHANGED if steps >= pause else _CHANGED_MUCH
+            changed = [*changed, numbers.seconds] if not 1 / limit < numbers.seconds / usual < limit else []
+            if len(changed) >= _WINDOWS:
+                return statistics.median(changed)
+
+
+def _idle(order: TrialOrder, calls: int) -> _Steps:
+    for _ in range(calls):
+        yield order
+
+
+def _trial(choice: Choice, fastest: float) -> Generator[TrialOrder, Numbers, list[Numbers]]:
+    """Measures some steps with a choice; fewer if they are much slower than the `fastest` known ones."""
+    order = TrialOrder(choice, 0, False)
+    yield from _idle(order, _LAG)
+    taken: list[Numbers] = []
+    while True:
+        taken.append((yield order))
+        least = min(each.seconds for each in taken)
+        wanted = _SLOW_SAMPLES if least > _SLOW_SECONDS else _SAMPLES
+        if len(taken) >= wanted or (len(taken) > 1 and least > _HOPELESS * fastest):
+            return taken
+
+
+def _as_fast(samples: Sequence[float], of_best: Sequence[float]) -> float:
+    """Returns how many times longer than the best choice another may take to count as fast, by the noise of both."""
+    noise = math.hypot(_relative_error(samples), _relative_error(of_best))
+    return _EQUAL + min(noise, _MOST_NOISE)
+
+
+def _relative_error(samples: Sequence[float]) -> float:
+    """Returns the standard error of the median of samples, as a part of it, without the influence of outliers."""
+    middle = statistics.median(samples)
+    spread = 1.4826 * statistics.median(abs(each - middle) for each in samples)
+    return 1.2533 * spread / math.sqrt(len(samples)) / middle if middle else 0.0
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

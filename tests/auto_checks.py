@@ -1,0 +1,107 @@
+"""Functions that the tests of `compression="auto"` run in worker processes."""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from compressed_checks import BATCH, FEW, MODES, build, data
+from keras_features import outcome, small_weights_too, strategy_of
+from tfdist.strategies.codec_trials import CodecTrials, Numbers
+
+AUTO = tfdist.compression.Auto(
+    [
+        tfdist.compression.Float16(min_elements=20, block_size=32),
+        tfdist.compression.Int8(min_elements=20, block_size=16),
+    ]
+)
+SLOW_LINK = {"no codec": 3.4, "float16": 1.7, "int8": 0.9}
+FAST_LINK = {"no codec": 0.057, "float16": 0.075, "int8": 0.062}
+
+
+@contextlib.contextmanager
+def times_of_steps(seconds):
+    """Gives the policy these times, by codec, in place of those of this machine."""
+    measured = CodecTrials.take
+
+    def take(self, numbers):
+        invented = seconds[self._alternatives.describe(self.order.choice)]
+        return measured(self, Numbers(invented, invented))
+
+    CodecTrials.take = take
+    try:
+        yield
+    finally:
+        CodecTrials.take = measured
+
+
+class Choices(keras.callbacks.Callback):
+    """Notes after each batch the names of the codecs of kernels, and whether the choice is final."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        chosen = self.model.distribute_strategy.communication.choices()[-1]
+        names = {codec and codec.name for path, codec in chosen.codecs.items() if "kernel" in path}
+        self.noted.append((sorted(names, key=str), chosen.is_final))
+
+
+def train(placement, seconds, mode="plain", epochs=4, **options):
+    """Trains 10 steps an epoch. Returns the outcome, and the choice after each batch."""
+    choices = Choices()
+    small = small_weights_too() if options else contextlib.nullcontext()
+    with times_of_steps(seconds), small:
+        strategy = strategy_of(placement, AUTO, **options)
+        model = build(strategy, widths=FEW, **MODES[mode])
+        x, y = data()
+        fitted = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, shuffle=False, callbacks=[choices])
+    traffic = strategy.communication.traffic()
+    return outcome(model, fitted.history) | {
+        "choices": choices.noted,
+        "sent_bytes": traffic.sent_bytes,
+        "raw_bytes": traffic.raw_bytes,
+    }
+
+
+def unbroken_and_resumed(placement, folder):
+    """Returns weights and choices of a training, and of its second half after a restart from a checkpoint."""
+    x, y = data()
+    results, path = [], None
+    for epochs in ([3, 2], [2]):
+        strategy_of.cache_clear()  # A new strategy, so that its state comes from the checkpoint only.
+        strategy = strategy_of(placement, AUTO)
+        worker = 0 if placement.startswith("1x") else strategy.cluster_resolver.task_id
+        choices = Choices()
+        with times_of_steps(SLOW_LINK):
+            model = build(strategy)
+            whole = tf.train.Checkpoint(model=model, communication=strategy.communication)
+            if path:
+                whole.read(path).expect_partial()
+            for part in epochs:
+                model.fit(x, y, batch_size=BATCH, epochs=part, verbose=0, shuffle=False, callbacks=[choices])
+                path = path or whole.write(f"{folder}/state-{worker}")
+        results.append((model.get_weights(), choices.noted[-10:]))
+    return results
+
+
+def train_in_a_loop(placement):
+    """Trains in a loop of the user's own. Returns the number of traces, and the last choice."""
+    strategy = strategy_of(placement, AUTO)
+    with times_of_steps(SLOW_LINK), strategy.scope():
+        variables = [tf.Variable(tf.ones([9, 33]))]
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(variables)
+        traces = []
+
+        @tf.function
+        def step():
+            traces.append(1)
+            strategy.run(lambda: optimizer.apply([tf.ones([9, 33])], variables))
+
+        for _ in range(40):
+            step()
+    chosen = strategy.communication.choices()[-1]
+    return len(traces), [codec.name for codec in chosen.codecs.values()], variables[0].numpy()
