@@ -15,7 +15,7 @@ _SPARSE = ("topk",)
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class BucketTraffic:
     """What each replica sends for a bucket.
 
     Attributes:
@@ -28,11 +28,13 @@ class Traffic:
     messages: int
     rounds: int
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.sent_bytes + other.sent_bytes, self.messages + other.messages, self.rounds + other.rounds)
+    def __add__(self, other: "BucketTraffic") -> "BucketTraffic":
+        return BucketTraffic(
+            self.sent_bytes + other.sent_bytes, self.messages + other.messages, self.rounds + other.rounds
+        )
 
 
-def traffic_of(bucket: PlannedBucket, codec: str, replicas: int, group_size: int | None = None) -> Traffic:
+def traffic_of(bucket: PlannedBucket, codec: str, replicas: int, group_size: int | None = None) -> BucketTraffic:
     """Returns the traffic of a bucket, in one level or in groups of `group_size` replicas, at least 2 of them."""
     size = bucket.sent_bytes
     if family(codec) == LOW_RANK:  # Two sums: of the projections, and of the back projections.
@@ -43,20 +45,20 @@ def traffic_of(bucket: PlannedBucket, codec: str, replicas: int, group_size: int
     within, across = (replicas, 1) if group_size is None else (group_size, replicas // group_size)
     peers, levels = within + across - 2, 1 if across == 1 else 2
     if replicas == 2 or family(codec) in _SPARSE:
-        return Traffic(size * (replicas - 1), peers, levels)
+        return BucketTraffic(size * (replicas - 1), peers, levels)
     # Each replica gets its part of all buckets, which others pass on between groups, and sends its encoded sum to all.
     passed_on = ((within - 1) * across + (across - 1) * within) / replicas
-    return Traffic(size * (passed_on + (replicas - 1) / replicas), 2 * peers, 2 * levels)
+    return BucketTraffic(size * (passed_on + (replicas - 1) / replicas), 2 * peers, 2 * levels)
 
 
-def _sum(size: float, replicas: int, group_size: int | None) -> Traffic:
+def _sum(size: float, replicas: int, group_size: int | None) -> BucketTraffic:
     """Returns the traffic of the sum of a tensor of `size` bytes."""
     if group_size is None:
         if replicas == 2 or size * (replicas - 1) <= _WHOLE_BYTES:
-            return Traffic(size * (replicas - 1), replicas - 1, 1)
-        return Traffic(2 * size * (replicas - 1) / replicas, 2 * (replicas - 1), 2)
+            return BucketTraffic(size * (replicas - 1), replicas - 1, 1)
+        return BucketTraffic(2 * size * (replicas - 1) / replicas, 2 * (replicas - 1), 2)
     groups = replicas // group_size
     if size * (group_size + groups - 2) <= _WHOLE_BYTES:
-        return Traffic(size * (group_size + groups - 2), group_size + groups - 2, 2)
-    within = Traffic(2 * size * (group_size - 1) / group_size, 2 * (group_size - 1), 2)
+        return BucketTraffic(size * (group_size + groups - 2), group_size + groups - 2, 2)
+    within = BucketTraffic(2 * size * (group_size - 1) / group_size, 2 * (group_size - 1), 2)
     return within + _sum(size / group_size, groups, None)

@@ -10,7 +10,7 @@ A bucket travels when its gradients exist, it is encoded and the link is free. D
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.plan.bucket_traffic import Traffic, traffic_of
+from tfdist.plan.bucket_traffic import BucketTraffic, traffic_of
 from tfdist.plan.exchange_costs import ExchangeCosts
 from tfdist.plan.planned_buckets import Gradient, fill_planned_buckets
 
@@ -83,7 +83,7 @@ def predict_step(step: PlannedStep, replicas: int, link_bits: float, costs: Exch
     per_byte = costs.seconds_per_byte(step.codec) or 0.0
     begin = step.forward_share * step.compute_seconds
     coded = coder_free = link_free = arrived = 0.0
-    total = Traffic(0.0, 0, 0)
+    total = BucketTraffic(0.0, 0, 0)
     for bucket in fill_planned_buckets(step.gradients, step.codec, replicas):
         coding = bucket.float_bytes * per_byte + bucket.coding_seconds
         exists = begin + (step.compute_seconds - begin) * bucket.made
