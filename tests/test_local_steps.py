@@ -159,6 +159,8 @@ def test_synchronizations_send_the_weights_once(pools):
         (lambda: check_synchronization("local", None, None), "must be None, `tfdist.LocalSGD"),
         (lambda: check_synchronization(LOCAL, "optimizer", None), "Leave one of the two out"),
         (lambda: check_synchronization(LOCAL, None, "int8"), "DiLoCo"),
+        (lambda: check_synchronization(DILOCO, None, "auto"), "Choose a codec"),
+        (lambda: check_synchronization(DILOCO, None, tfdist.compression.Auto()), "Choose a codec"),
     ],
 )
 def test_unsuitable_options_are_refused(make, words):

@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from tfdist.strategies.auto_compression import AUTO, Auto
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
@@ -107,7 +109,7 @@ def check_synchronization(synchronization: Any, model_sharding: Any, compression
 
     Raises:
       TypeError: If it is neither `None`, a `LocalSGD` nor a `DiLoCo`.
-      ValueError: If the model is sharded, or `LocalSGD` is to compress.
+      ValueError: If the model is sharded, `LocalSGD` is to compress, or the codec is to be chosen automatically.
     """
     if synchronization is None:
         return
@@ -127,6 +129,11 @@ def check_synchronization(synchronization: Any, model_sharding: Any, compression
             "LocalSGD averages weights, which codecs would round too coarsely, but got compression="
             f"{compression!r}. Leave compression out, or use `tfdist.DiLoCo(every={synchronization.every}, "
             "outer_optimizer=keras.optimizers.SGD(1.0))`, which averages the changes of the weights, encoded."
+        )
+    if isinstance(compression, Auto) or (isinstance(compression, str) and compression == AUTO):
+        raise ValueError(
+            f"compression={compression!r} compares the time of each step with different codecs, but with "
+            f"synchronization={name} most steps exchange nothing. Choose a codec, such as compression='int8'."
         )
 
 
