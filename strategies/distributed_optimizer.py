@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies import step_clock
 from tfdist.strategies.collectives.sparse import sum_duplicates
+from tfdist.strategies.gradient_norms import check_measurable
 from tfdist.strategies.gradient_structure import of_one_kind
 from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.local_steps.local_training import local_training
@@ -334,6 +335,9 @@ def _exchange(optimizer: Any, grads: list[Any], partitions: Sequence[Division | 
         return reduce(ReductionRequest(op, present, optimizer, of, partitions=divided), step)
 
     summed = _except(are_summed, functools.partial(_to_present, sum_of), grads)
+    if step.norms is not None:
+        check_measurable(step)
+        step.norms.note(grads, summed, {i for i, part in enumerate(partitions) if part is not None}, are_summed)
     step.observed.summed_gradients += [grad for grad in summed if grad is not None]
     return summed
 

@@ -15,6 +15,7 @@ from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import metrics, row_count
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, separate
+from tfdist.strategies.gradient_norms import GradientNorms
 from tfdist.strategies.predict_outputs import of_shapes_in, only_rows, with_own_shapes
 from tfdist.strategies.replica_context import StepContext
 from tfdist.strategies.stand_in_rows import at_least_one_row
@@ -108,6 +109,7 @@ def on_one_of_many(called, reports, example):
                 return _average_statistics(step, metrics.global_results(model, logs, step))
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             step.clock = reports.clock(local)
+            step.norms = GradientNorms() if model in reports.measured else None
             data = step.clock.begin(data)
             step.exchange_rows()
             data = at_least_one_row(data, step.rows, example)
@@ -118,7 +120,8 @@ def on_one_of_many(called, reports, example):
             # With several steps in one call, TensorFlow's iterator waits for the data of all workers.
             tells_before = bool(arrived) and model.steps_per_execution == 1
             rate = 0 if reports.rows_read is None else getattr(model.optimizer, "learning_rate", 0)
-            report = reports.of_replica(step.clock, replica, step.rows, tells_before, step.not_finite, rate)
+            norms = () if step.norms is None else step.norms.of_replica(replica)
+            report = reports.of_replica(step.clock, replica, step.rows, tells_before, step.not_finite, rate, norms)
             logs, total = _average_statistics(step, logs, report)
             with tf.control_dependencies(arrived):  # Until then the step waits for other replicas.
                 reports.tell(local, total, model)

@@ -16,6 +16,7 @@ from tfdist._compat import keras_internals, tf_internals
 from tfdist.errors import LossReductionError
 from tfdist.strategies import not_finite
 from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
+from tfdist.strategies.gradient_norms import GradientNorms
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.row_count import has_any
 from tfdist.strategies.row_degree import RowDegrees
@@ -84,6 +85,7 @@ class Step:
       gathers: The gathers of divided weights in this step.
       trained: The `TrainedWeights` of the step, if replicas train by local steps; else `None`.
       applies_sums: Whether an optimizer applies sums over all replicas now, and must not sum them again.
+      norms: Takes the norms of the gradients, if the model's `StepReports` measure them; else `None`.
     """
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
@@ -105,6 +107,7 @@ class Step:
         self.gathers = StepGathers()
         self.trained: Any = None
         self.applies_sums = False
+        self.norms: GradientNorms | None = None
 
     @property
     def in_loop(self) -> bool:

@@ -31,6 +31,7 @@ from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies.ahead_clock import AheadClock
 from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.gradient_norms import MEASURES
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
 from tfdist.strategies.step_clock import AGREES, ASKED, END, EVALUATED, TESTED, Clock, in_order
@@ -39,6 +40,7 @@ from tfdist.strategies.step_phases import StepMoments, StepPhases, divide
 _NAMED = 4  # Largest number of replicas that a warning names.
 _READ = 3  # Numbers about the input of a worker: the pass, a checksum, and the learning rate.
 _LINK_NUMBERS = 4  # Numbers about a worker's links: receiver of the slowest, its rate, rate of the others, its seconds.
+_OF_WORKERS = _READ + _LINK_NUMBERS + 1  # With the time outside of steps.
 _OF_JOB = 2  # Numbers about the whole job, for several workers: time of the step on the chief, workers that traced.
 _NO_LINK = -1  # In place of that receiver: no link is known to limit exchanges.
 _NOTED = 64  # Largest number of replicas whose rows and times an event has.
@@ -71,6 +73,9 @@ class StepReport:
       is_local: Whether the report is that of this worker alone, since replicas of several workers train by local steps.
         `rows` are then 0 for replicas of other workers, and times are those of this worker for all replicas. `stop` is
         the same on all workers.
+      own_squares: Squared norm of the gradient that each replica has computed, weighted by its share, float32 [R];
+        `None` if the strategy does not measure it.
+      sum_square: Squared norm of the sum of these gradients, before it is clipped; 0 if it is not measured.
     """
 
     number: int
@@ -84,6 +89,8 @@ class StepReport:
     cycle_seconds: float = 0.0
     has_traced: bool = False
     is_local: bool = False
+    own_squares: np.ndarray | None = None
+    sum_square: float = 0.0
 
 
 class StepReports:
@@ -103,6 +110,7 @@ class StepReports:
       activity: Records of the work of this worker in Keras' calls; see `Activity`.
       tells: Whether the training steps that were traced last report at all. Steps that XLA compiles, and a user's own
         train function, do not report.
+      measured: Models whose steps measure the norms of gradients. Add a model before its step is traced.
       rows_read: Checksum of the rows that this worker trains on; `None` in a cluster of one worker.
       stragglers: Looks for slow workers in the reports; `None` in a cluster of one worker.
       are_local: Whether workers exchange no reports, see `StepReport.is_local`.
@@ -124,6 +132,7 @@ class StepReports:
         self._phases: StepPhases | None = None  # Phases of the newest step, while its report is delivered.
         self.tells = True
         self.are_local = False
+        self.measured: weakref.WeakSet[Any] = weakref.WeakSet()
         self.rows_read: RowsRead | None = None
         self.stragglers: StragglerWatch | None = None
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # Models with a warning of Inf or NaN so far.
@@ -314,6 +323,7 @@ class StepReports:
         tells_before: bool = False,
         not_finite: Any = FINITE,
         learning_rate: Any = 0,
+        norms: Sequence[tf.Tensor] = (),
     ) -> tf.Tensor:
         """Returns one replica's part of a step's report, a vector of float32. The sum over all replicas is the report.
 
@@ -324,6 +334,7 @@ class StepReports:
           tells_before: Whether the replica waits for no other replica between steps.
           not_finite: Number that tells which of its losses and gradients are not finite, see `not_finite.told`.
           learning_rate: Learning rate of the step on this worker; 0 if the model has no optimizer.
+          norms: The numbers of `GradientNorms.of_replica`, if the step measures them.
         """
         place = tf.one_hot(replica, self.num_replicas)
         rows = tf.cast(0 if rows is None else rows, tf.float32)
@@ -340,6 +351,7 @@ class StepReports:
             of_job = [place[0] * clock.cycle_seconds() if is_first else 0.0, self._traced]
             if is_first and not tf.executing_eagerly():
                 self._tell_of_trace(True)
+        said += norms
         return tf.concat([*(place * each for each in said), [*of_job, self._stop]], axis=0)
 
     def _tell_of_trace(self, has_traced: bool) -> None:
@@ -403,6 +415,10 @@ class StepReports:
         *of_job, stops = totals[-1 - _OF_JOB :] if self.rows_read is not None else totals[-1:]
         parts = np.split(totals[: -1 - len(of_job)], (len(totals) - 1 - len(of_job)) // self.num_replicas)
         rows, compute, own, waited, not_finite, *of_workers = parts
+        norms = None
+        if len(of_workers) in (MEASURES, _OF_WORKERS + MEASURES):
+            norms = of_workers[-MEASURES:]
+            of_workers = of_workers[:-MEASURES]
         read, links, outside = of_workers[:_READ], of_workers[_READ : _READ + _LINK_NUMBERS], of_workers[-1:]
         first = slice(None, None, len(self._clocks))  # The first replica of each worker reports for the worker.
         numbers = zip(*(each[first].tolist() for each in links), strict=True)
@@ -418,6 +434,8 @@ class StepReports:
             outside_seconds=outside[0][first] if outside else (),
             cycle_seconds=float(cycle),
             has_traced=bool(traced > 0),
+            own_squares=None if norms is None else norms[0],
+            sum_square=0.0 if norms is None else float(norms[1].sum(dtype=np.float64)),
         )
         if self.are_local:
             report = _of_one_worker(report)
