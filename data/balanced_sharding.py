@@ -68,6 +68,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
       policy: "speed" measures the replicas and adapts the shares to them, unless workers train by local steps; "equal"
         keeps shares equal; a list holds one fixed weight per replica. Its length must fit the replicas present, also
         under `tfdist run --min-workers`.
+      batch_size_range: The smallest and the largest global batch size that `tfdist.callbacks.AdaptiveBatch` or `resize`
+        may choose during training; training begins with `global_batch_size`. By default the size is constant. Keras
+        then does not know how many steps an epoch has.
       max_rows: Largest number of rows per replica, one number or one per replica. No limit by default.
       drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` still read it. For a
         model with a fixed batch size, give them `steps=len(source) // global_batch_size`.
@@ -102,6 +105,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         stratify_by: Any = None,
         map_fn: Callable[..., Any] | None = None,
         policy: str | Sequence[float] = "speed",
+        batch_size_range: tuple[int, int] | None = None,
         max_rows: int | Sequence[int] | None = None,
         drop_remainder: bool = False,
         repeat: bool = False,
@@ -127,9 +131,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 f"drop_remainder=True drops all {len(self.source)} examples, since global_batch_size is "
                 f"{global_batch_size}. Use a smaller global_batch_size."
             )
-        self.assignments = IteratorAssignments(self.plan, shares, repeat)
+        self.batch_size_range = _checked_range(batch_size_range, size, len(self.source), drop_remainder)
+        resizes = self.batch_size_range is not None
+        self.assignments = IteratorAssignments(self.plan, shares, repeat, resizes=resizes)
         self.visitors = self.assignments.visitors
         settings = {"policy": shares.policy, "max_rows": max_rows, "repeat": repeat, "drop_remainder": drop_remainder}
+        if resizes:
+            settings["batch_size_range"] = self.batch_size_range
         self.state = ShardingState(self.source, seed, self.assignments, settings)
 
     def __repr__(self) -> str:
@@ -173,7 +181,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         place = self._place_of(context)
         with self.assignments.lock:
             self.assignments.place = place
-            self.assignments.shares.settle(place)
+            self.assignments.shares.settle(place, self.assignments.sizes.present)
         return self._dataset(place, training, is_started=True)
 
     def first_example(self) -> tf.data.Dataset | None:
@@ -214,8 +222,14 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     @property
     def cardinality(self) -> int:
-        """Number of steps in a whole epoch, for Keras, or `tf.data.INFINITE_CARDINALITY` if epochs repeat."""
-        return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
+        """Number of steps in a whole epoch, for Keras.
+
+        It is `tf.data.INFINITE_CARDINALITY` if epochs repeat, and `tf.data.UNKNOWN_CARDINALITY` if the size of batches
+        may change.
+        """
+        if self._repeat:
+            return tf.data.INFINITE_CARDINALITY
+        return self.plan.steps_per_epoch if self.batch_size_range is None else tf.data.UNKNOWN_CARDINALITY
 
     @property
     def evaluation_steps(self) -> int:
@@ -225,6 +239,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
     @property
     def _fewest_rows(self) -> int:
         """Rows of the smallest global batch, to decide whether some replicas may get no rows."""
+        if self.batch_size_range is not None:
+            return 1
         return self.plan.of_evaluation().rows(self.evaluation_steps - 1)
 
     def statistics(self) -> Statistics | None:
@@ -236,6 +252,50 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """The epoch to train on next, and the step in it."""
         with self.assignments.lock:
             return self.assignments.position.next
+
+    @property
+    def global_batch_size(self) -> int:
+        """The size of the global batch to train on next."""
+        with self.assignments.lock:
+            return self.assignments.sizes.present
+
+    @property
+    def steps_of_epoch(self) -> int:
+        """Number of steps of the epoch to train on next, trained ones included, if the batch size stays as it is."""
+        with self.assignments.lock:
+            _, step, first = self.assignments.position.place
+            return step - (first - len(self.source)) // self.assignments.sizes.latest
+
+    def resize(self, global_batch_size: int, *, multiple: int = 1) -> int:
+        """Changes the size of the global batch during training. No example is left out or repeated.
+
+        All workers must call it after the same step, such as at the end of an epoch, or in a listener of
+        `strategy.reports`. Between epochs the change is immediate. Within an epoch a few more steps have the present
+        size, since their batches are read already.
+
+        Args:
+          global_batch_size: The new size, within `batch_size_range`.
+          multiple: The `steps_per_execution` of the model. All steps of an execution then have one size.
+
+        Returns:
+          Number of steps that are still trained with the present size.
+
+        Raises:
+          ValueError: If the sharding has no `batch_size_range`, or the size is outside of it.
+        """
+        size = checked_count("global_batch_size", global_batch_size)
+        if self.batch_size_range is None:
+            raise ValueError(
+                "A BalancedSharding changes its global batch size only within batch_size_range, but this one has none. "
+                "Make it with batch_size_range=(smallest, largest)."
+            )
+        low, high = self.batch_size_range
+        if not low <= size <= high:
+            raise ValueError(
+                f"global_batch_size must be within batch_size_range, from {low} to {high}, got {size}. Choose such a "
+                "size, or make the sharding with a larger range."
+            )
+        return self.assignments.resize(size, multiple)
 
     # The methods below save and restore the state.
 
@@ -266,4 +326,25 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self.state.restore(string_value)
 
     def _place_of(self, context: tf.distribute.InputContext) -> ReplicaTopology:
-        return ReplicaTopology.of(context, self.plan.global_batch_size, self._max_rows)
+        smallest, largest = self.batch_size_range or [self.plan.global_batch_size] * 2
+        return ReplicaTopology.of(context, smallest, self._max_rows, largest)
+
+
+def _checked_range(sizes: Any, size: int, examples: int, drop_remainder: bool) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    try:
+        low, high = (checked_count("batch_size_range", each) for each in sizes)
+    except (TypeError, ValueError):
+        low, high = 0, 0
+    if not 1 <= low <= size <= high <= examples:
+        raise ValueError(
+            f"batch_size_range must hold the smallest and the largest global batch size, of which global_batch_size "
+            f"({size}) is one between, and not be larger than the data ({examples} examples), got {sizes!r}."
+        )
+    if drop_remainder:
+        raise ValueError(
+            "drop_remainder=True is for models with a fixed batch size, but batch_size_range lets it change. Leave out "
+            "one of them."
+        )
+    return low, high

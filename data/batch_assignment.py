@@ -31,6 +31,7 @@ class BatchAssignment:
 
     Shares may change while the pipeline reads ahead. All workers must change them at the same step. So the shares of
     step k follow from the reports of steps up to k - lead, and no worker assigns step k before it has these reports.
+    Their sum is the size of the global batch, so that the size may change too.
 
     Args:
       plan: Computes the examples of the global batches.
@@ -39,6 +40,8 @@ class BatchAssignment:
       place: Which of the cluster's replicas are this worker's.
       repeat: Whether another epoch follows.
       lead: Number of steps by which reading may be ahead of training; None if shares never change.
+      first: Number of examples of the epoch before the first step; by default as if all steps had the plan's size.
+      upcoming: Shares of the steps after the first that are decided, if they differ from `shares`.
 
     Attributes:
       finished: Whether all steps were assigned.
@@ -60,16 +63,23 @@ class BatchAssignment:
         *,
         repeat: bool,
         lead: int | None = None,
+        first: int | None = None,
+        upcoming: Sequence[tuple[int, ...]] = (),
     ):
         self._plan, self.place, self._repeat, self._lead = plan, place, repeat, lead
-        self.epoch, self._first_epoch, self._first_step = epoch, epoch, step
+        self.epoch, self._first_epoch = epoch, epoch
+        self._first = step * plan.global_batch_size if first is None else first
+        self._end = plan.examples_per_epoch
         self.finished = False
         self.is_seen, self._taken, self._epoch_read = False, 0, epoch
         self.visitors: Sequence[Callable[..., None]] = ()
         self.handed_out: collections.deque[np.ndarray] = collections.deque()
         self._trained_epoch, self._trained_step, self._trained = epoch, step, 0
-        self.latest_shares = shares
-        self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start, if not yet trained on.
+        self._trained_examples = self._first
+        decided = [shares, *upcoming]
+        self.latest_shares = decided[-1]
+        # By step since the start, if not yet trained on.
+        self._decided = {i: decided[min(i, len(decided) - 1)] for i in range(lead or 0)}
         self._last_change = -_STEPS_BETWEEN_CHANGES
         self.closed = False
         self._number = 0  # The step to assign next, counted from the start.
@@ -79,17 +89,18 @@ class BatchAssignment:
 
     def batches(self) -> Iterator[tuple[When, np.ndarray]]:
         """Yields for each step and each replica of this worker the indices of its examples, int64 [rows]."""
-        own, parts, steps = self.place.own, self.place.parts, self._plan.steps_per_epoch
-        first, by_part = self._first_step, np.argsort(parts)
+        own, parts = self.place.own, self.place.parts
+        first, by_part = self._first, np.argsort(parts)
         while True:
-            for step in range(first, steps):
-                rows = self._rows(step)
+            while first < self._end:
+                rows = self._rows(first)
                 if rows is None:
                     return
-                batch = self._plan.batch(self.epoch, step)
+                batch = self._plan.examples(self.epoch, first, sum(rows))
+                first += len(batch)
                 ends = np.cumsum(np.asarray(rows)[by_part])
                 for replica in own:
-                    is_last = step == steps - 1 and replica == own[-1]
+                    is_last = first == self._end and replica == own[-1]
                     end = int(ends[parts[replica]])
                     yield When(self.epoch, self.epoch + 1 if is_last else 0), batch[end - rows[replica] : end]
             if not self._repeat:
@@ -121,8 +132,11 @@ class BatchAssignment:
             self.closed = True
             self._news.notify_all()
 
-    def _rows(self, step: int) -> tuple[int, ...] | None:
-        """Waits for the shares of the next step. Returns its rows by replica, or None if closed meanwhile."""
+    def _rows(self, first: int) -> tuple[int, ...] | None:
+        """Waits for the shares of the next step, which begins at example `first` of the epoch.
+
+        Returns its rows by replica, or None if closed meanwhile.
+        """
         with self._news:
             number = self._number
             if self._lead is not None:
@@ -135,7 +149,7 @@ class BatchAssignment:
                         "number of rows."
                     )
             self._number += 1
-            return None if self.closed else self._split(number, step)
+            return None if self.closed else self._split(number, first)
 
     def _wait_for(self, number: int) -> None:
         silent = 0
@@ -151,8 +165,9 @@ class BatchAssignment:
                     "batches without changing their rows."
                 )
 
-    def _split(self, number: int, step: int) -> tuple[int, ...]:
-        shares, rows = self._decided.get(number, self.latest_shares), self._plan.rows(step)
+    def _split(self, number: int, first: int) -> tuple[int, ...]:
+        shares = self._decided.get(number, self.latest_shares)
+        rows = min(sum(shares), self._end - first)
         return shares if rows == sum(shares) else split(rows, shares, self.place.at_most)
 
     # The methods below are called by the thread that takes batches from the iterator or trains on them.
@@ -176,10 +191,11 @@ class BatchAssignment:
         differs between workers. If more steps are reported than were assigned, `batches` raises.
         """
         with self._news:
-            if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
+            if self.closed or not self._number or self._trained_examples >= self._end:
                 return False
             known = slice(self.place.own.start, self.place.own.start + 1) if is_local else slice(None)
-            if tuple(rows[known].tolist()) != self._split(self._trained, self._trained_step)[known]:
+            expected = self._split(self._trained, self._trained_examples)
+            if tuple(rows[known].tolist()) != expected[known]:
                 self._unlike, self._unlike_rows = self._unlike + 1, tuple(rows.tolist())
                 self._news.notify_all()
                 return False
@@ -187,23 +203,43 @@ class BatchAssignment:
             self._decided.pop(self._trained, None)
             self._trained += 1
             self._trained_step += 1
-            if self._trained_step == self._plan.steps_per_epoch and self._repeat:
-                self._trained_epoch, self._trained_step = self._trained_epoch + 1, 0
+            self._trained_examples += sum(expected)
+            if self._trained_examples >= self._end and self._repeat:
+                self._trained_epoch, self._trained_step, self._trained_examples = self._trained_epoch + 1, 0, 0
             return True
 
     @property
     def position(self) -> tuple[int, int]:
         """The epoch to train on next, and the step in it."""
-        if self._trained_step == self._plan.steps_per_epoch:
+        if self.is_over:
             return self._trained_epoch + 1, 0
         return self._trained_epoch, self._trained_step
+
+    @property
+    def trained_examples(self) -> int:
+        """Number of examples of the epoch at `position` that come before the step there."""
+        return 0 if self.is_over else self._trained_examples
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps were trained on, of assignments without `repeat`."""
+        return self._trained_examples >= self._end
+
+    @property
+    def trained(self) -> int:
+        """Number of steps that were trained on since the start of the assignment."""
+        return self._trained
 
     @property
     def epoch_taken(self) -> int:
         """The epoch before which all epochs were taken from the iterator, or read if taking is not counted."""
         if not self.is_seen:
             return self._epoch_read
-        return self._first_epoch + (self._first_step + self._taken) // self._plan.steps_per_epoch
+        size = sum(self.latest_shares)
+        left = -(-(self._end - self._first) // size)  # Steps of the first epoch.
+        if self._taken < left:
+            return self._first_epoch
+        return self._first_epoch + 1 + (self._taken - left) // -(-self._end // size)
 
     @property
     def adapts(self) -> bool:

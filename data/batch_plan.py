@@ -23,14 +23,22 @@ class BatchPlan:
         whole, rest = divmod(self.num_examples, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_remainder)
 
+    @property
+    def examples_per_epoch(self) -> int:
+        """Number of examples in the global batches of an epoch, without those that `drop_remainder` leaves out."""
+        return min(self.steps_per_epoch * self.global_batch_size, self.num_examples)
+
     def rows(self, step: int) -> int:
         """Number of examples in the global batch of a step; fewer than `global_batch_size` in a short last one."""
         return min(self.global_batch_size, self.num_examples - step * self.global_batch_size)
 
     def batch(self, epoch: int, step: int) -> np.ndarray:
         """Indices of the examples in global batch `step` of an epoch, int64 [rows(step)]."""
-        first = step * self.global_batch_size
-        return self.order(epoch, np.arange(first, first + self.rows(step)))
+        return self.examples(epoch, step * self.global_batch_size, self.rows(step))
+
+    def examples(self, epoch: int, first: int, rows: int) -> np.ndarray:
+        """Indices of the examples at positions `first` to `first + rows` of an epoch, int64 [rows]."""
+        return self.order(epoch, np.arange(first, first + rows))
 
     def of_evaluation(self) -> "BatchPlan":
         """The plan for an evaluation of the same data: each example once, in stored order, with a short last batch."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.batch_size_schedule import BatchSizeSchedule
 from tfdist.data.replica_shares import Shares
 from tfdist.data.statistics import StepTimes
 from tfdist.data.topology import ReplicaTopology
@@ -29,10 +30,14 @@ class IteratorAssignments:
       place: The replicas of this worker, under the attached strategy.
       times: Statistics of the training steps.
       visitors: Functions called after each step with its examples; see `BalancedSharding`.
+      sizes: The global batch sizes of the next steps of training.
+      resizes: Whether these may change.
     """
 
-    def __init__(self, plan: BatchPlan, shares: Shares, repeat: bool):
-        self.plan, self.shares, self._repeat = plan, shares, repeat
+    def __init__(self, plan: BatchPlan, shares: Shares, repeat: bool, *, resizes: bool = False):
+        self.plan, self.shares, self._repeat, self.resizes = plan, shares, repeat, resizes
+        self.sizes = BatchSizeSchedule(plan.global_batch_size)
+        self._trained: BatchAssignment | None = None  # The assignment that `fit` trains on.
         self.position, self.lock = TrainingPosition(), threading.RLock()
         self.reports: Any = None
         self.place: ReplicaTopology | None = None
@@ -79,11 +84,16 @@ class IteratorAssignments:
         reported = bool(models) and self.reports is not None
         # Workers that train by local steps do not know each other's speeds.
         is_local = getattr(self.reports, "are_local", False)
-        adapts = reported and self.shares.follow_speed and place.replicas > 1 and not is_local
+        follows_speed = self.shares.follow_speed and place.replicas > 1
+        adapts = reported and (self.resizes or follows_speed) and not is_local
         lead = _LEAD if adapts else None
-        position = self.position.next
-        assignment = BatchAssignment(self.plan, *position, self.shares.present, place, repeat=repeat, lead=lead)
+        epoch, step, first = self.position.place
+        shares, *upcoming = [self.shares.at(place, self.sizes.ahead(steps)) for steps in range(lead or 1)]
+        assignment = BatchAssignment(
+            self.plan, epoch, step, shares, place, repeat=repeat, lead=lead, first=first, upcoming=upcoming
+        )
         if reported:
+            self._trained = assignment
             assignment.visitors = self.visitors
             self.reports.feed(models, functools.partial(self._take, assignment))
             self.position.count(None)
@@ -108,8 +118,10 @@ class IteratorAssignments:
                 return assignment
             if not training:
                 return self._of_evaluation(place)
-            position = self.position.next if self.reports is not None else self.position.of_reader(place)
-            return BatchAssignment(self.plan, *position, self.shares.at(place), place, repeat=self._repeat)
+            of_job = self.reports is not None
+            epoch, step, first = self.position.place if of_job else self.position.of_reader(place)
+            shares = self.shares.at(place, self.sizes.present)
+            return BatchAssignment(self.plan, epoch, step, shares, place, repeat=self._repeat, first=first)
 
     def has_read(self, place: ReplicaTopology, epoch: np.ndarray) -> None:
         """Notes that a worker without `start` has taken all epochs before `epoch`, to move the position."""
@@ -117,14 +129,33 @@ class IteratorAssignments:
             if self.reports is None:
                 self.position.has_read(place, int(epoch))
 
-    # The method below is called after steps of training.
+    # The methods below are called after steps of training.
+
+    def resize(self, size: int, multiple: int = 1) -> int:
+        """Changes the global batch size from an early step on, the same on all workers if all call it after one step.
+
+        Args:
+          size: The new size.
+          multiple: Number of steps in an execution, which have the same size.
+
+        Returns:
+          How many more steps are trained with the present size.
+        """
+        with self.lock:
+            steps = 0
+            if self._trained is not None and not self._trained.is_over:
+                # The steps before are decided, and workers may have read them.
+                steps = _LEAD + -(self._trained.trained + _LEAD) % multiple
+            self.sizes.change(size, steps)
+            return steps
 
     def _take(self, assignment: BatchAssignment, report: Any) -> None:
         with self.lock:
             epoch, step = assignment.position
             if not assignment.has_trained(report.rows, is_local=report.is_local):
                 return
-            self.position.has_trained(assignment.position)
+            self.position.has_trained((*assignment.position, assignment.trained_examples))
+            self.sizes.has_trained()
             if self.visitors:
                 examples = np.concatenate([assignment.handed_out.popleft() for _ in assignment.place.own])
                 for visitor in list(self.visitors):  # A copy, since a deleted visitor removes itself.
@@ -132,4 +163,4 @@ class IteratorAssignments:
             statistics = self.times.note(report, self.shares.changes)
             if assignment.adapts:
                 is_first = step == 0 or not statistics.step_seconds
-                self.shares.learn(assignment, report, is_first=is_first)
+                self.shares.learn(assignment, report, self.sizes.ahead(_LEAD - 1), is_first=is_first)

@@ -40,40 +40,64 @@ class Shares:
         """Whether the rows per replica follow the measured speed of the replicas."""
         return self.policy == "speed"
 
-    def at(self, place: ReplicaTopology) -> tuple[int, ...]:
+    def at(self, place: ReplicaTopology, size: int | None = None) -> tuple[int, ...]:
         """Returns the present shares if they fit these replicas and their limits, else the policy's initial shares.
+
+        Args:
+          place: The replicas.
+          size: Number of rows to share, by default the size of `__init__`. If the present shares are of another size,
+            shares under "speed" keep their proportions.
 
         Raises:
           ValueError: If the policy has weights for another number of replicas.
         """
-        weights = self._weights(place.replicas)
-        fits = len(self.present) == place.replicas and sum(self.present) == self._size
-        if fits and all(share <= most for share, most in zip(self.present, place.at_most, strict=True)):
-            return self.present
-        return split(self._size, weights, place.at_most)
+        size = self._size if size is None else size
+        weights: Sequence[float] = self._weights(place.replicas)
+        if self._fits(place):
+            if sum(self.present) == size:
+                return self.present
+            weights = self.present if self.follow_speed else weights
+        return split(size, weights, place.at_most)
 
-    def settle(self, place: ReplicaTopology) -> None:
+    def _fits(self, place: ReplicaTopology) -> bool:
+        return len(self.present) == place.replicas and all(
+            share <= most for share, most in zip(self.present, place.at_most, strict=True)
+        )
+
+    def settle(self, place: ReplicaTopology, size: int | None = None) -> None:
         """Keeps present shares and measured speeds if they fit these replicas, else starts from the policy."""
-        shares = self.at(place)
-        if shares is not self.present:
-            self._speed, self.present = SpeedModel(place.replicas), shares
+        shares = self.at(place, size)
+        if not self._fits(place):
+            self._speed = SpeedModel(place.replicas)
+        self.present = shares
         if len(self._before) != place.replicas:
             self._before = np.zeros(place.replicas)
 
-    def learn(self, assignment: BatchAssignment, report: Any, *, is_first: bool) -> None:
+    def learn(self, assignment: BatchAssignment, report: Any, size: int | None = None, *, is_first: bool) -> None:
         """Decides the shares of one more step, from the report of a step that was trained on.
 
-        If `is_first`, training may have paused before that step, and its time before computing is ignored.
+        Args:
+          assignment: The assignment that gets the decision.
+          report: The report.
+          size: Number of rows of the step to decide; by default as before.
+          is_first: Whether training may have paused before the reported step. Its time before computing is then
+            ignored.
         """
+        self.present = shares = self.at(assignment.place, sum(assignment.latest_shares) if size is None else size)
+        if self.follow_speed and assignment.place.replicas > 1:
+            shares = self._proposal(assignment, report, is_first)
+        assignment.decide(shares)
+        self.present = shares
+
+    def _proposal(self, assignment: BatchAssignment, report: Any, is_first: bool) -> tuple[int, ...]:
         before = report.own_seconds - report.compute_seconds
         self._before = np.where((before > 0) & (not is_first), before, self._before)
         self._speed.observe(report.rows, report.compute_seconds + self._before)
-        shares = assignment.latest_shares
-        if assignment.may_change():
-            shares = self._speed.proposal(shares, assignment.place.at_most)
-            self.changes += shares != assignment.latest_shares
-        assignment.decide(shares)
-        self.present = shares
+        if not assignment.may_change():
+            return self.present
+        shares = self._speed.proposal(self.present, assignment.place.at_most)
+        self.changes += shares != self.present
+        return shares
 
     def state(self) -> dict[str, Any]:
         """Returns the shares and measured speeds of the replicas, for `restore`."""

@@ -31,8 +31,10 @@ class ShardingState:
     def save(self) -> str:
         """Returns the position in training and the replicas' shares and speeds as JSON, for a checkpoint."""
         with self._assignments.lock:
-            epoch, step = self._assignments.position.next
+            epoch, step, first = self._assignments.position.place
             state = {"format": _FORMAT, "epoch": epoch, "step": step, "of": self._identity}
+            if self._assignments.resizes:
+                state |= {"first": first, **self._assignments.sizes.state()}
             state |= self._assignments.shares.state()
         for learnt in ("speed", "shares", None):
             text = json.dumps(state, separators=(",", ":"))
@@ -68,13 +70,20 @@ class ShardingState:
         """Continues training at the position that `save` has saved, on any number of replicas; raises as `read`."""
         epoch, step, state = self.read(text)
         here = self._assignments
-        if step >= here.plan.steps_per_epoch:  # The next batch was a short last one, now left out.
-            epoch, step = epoch + 1, 0
+        first = int(state.get("first", step * here.plan.global_batch_size))
+        if first >= here.plan.examples_per_epoch:  # The next batch was a short last one, now left out.
+            epoch, step, first = epoch + 1, 0, 0
         with here.lock:
-            here.position.restore((epoch, step))
+            here.position.restore((epoch, step, first))
+            if here.resizes:
+                here.sizes.restore(state)
             here.shares.restore(state)
             if here.place is not None:
-                here.shares.settle(here.place)
+                here.shares.settle(here.place, here.sizes.present)
+
+    def add_setting(self, name: str, value: Any) -> None:
+        """Adds a setting that must be equal on all workers."""
+        self._settings[name] = value
 
     def settings(self) -> list[str]:
         """Returns the settings that must be equal on all workers, so that they agree on the examples of each step."""
@@ -90,4 +99,6 @@ class ShardingState:
         """Returns the position and shares, which must be equal on all workers when training begins."""
         with self._assignments.lock:
             state = {"position": self._assignments.position.next, **self._assignments.shares.state()}
+            if self._assignments.resizes:
+                state |= self._assignments.sizes.state()
         return [f"{name} {value}" for name, value in state.items()]

@@ -22,8 +22,16 @@ class ReplicaTopology:
     at_most: tuple[int, ...]  # For each replica the largest number of rows of a global batch.
 
     @classmethod
-    def of(cls, context: "tf.distribute.InputContext", global_batch_size: int, max_rows: Any) -> "ReplicaTopology":
+    def of(
+        cls, context: "tf.distribute.InputContext", global_batch_size: int, max_rows: Any, largest: int | None = None
+    ) -> "ReplicaTopology":
         """Returns which replicas a worker has, from the `tf.distribute` input context of that worker.
+
+        Args:
+          context: The input context.
+          global_batch_size: The smallest global batch.
+          max_rows: The largest number of rows per replica, one number or one per replica; `None` for no limit.
+          largest: The largest global batch, if the size may change.
 
         Raises:
           ValueError: If a global batch has fewer examples than there are replicas, or more than `max_rows` allows.
@@ -38,7 +46,7 @@ class ReplicaTopology:
         # Keras' `predict` concatenates outputs by device first, and by worker within a device.
         parts = tuple(device * workers + number for number in range(workers) for device in range(devices))
         own = range(worker * devices, (worker + 1) * devices)
-        return cls(replicas, own, parts, _limits(replicas, global_batch_size, max_rows))
+        return cls(replicas, own, parts, _limits(replicas, largest or global_batch_size, max_rows))
 
 
 def _limits(replicas: int, size: int, max_rows: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfdist._compat import dataset_internals, keras_stack
+from tfdist._compat import dataset_internals, keras_internals, keras_stack
 from tfdist.errors import ScopeError
 from tfdist.strategies import keras_calls
 from tfdist.strategies.datasets import specs_of_known_ranks, untuned_on_devices
@@ -47,6 +47,8 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         if epochs:
             # Keras takes `steps_per_epoch` batches of an iterator, wherever in the epoch that iterator begins.
             goes_on = epochs.steps_per_epoch is not None
+            if training and not goes_on and self.sharding.batch_size_range is not None:
+                keras_internals.end_with_input(epochs)
             assignment = self.sharding.assignments.start(training=training, models=fitting, goes_on=goes_on)
         else:  # a custom loop, or a read during `fit`, such as by a callback
             counts = not fitting

@@ -495,8 +495,8 @@ def audit_of_another(strategy):
 class Repeating(BatchPlan):
     """A faulty plan: repeats the first example of each global batch in place of the last."""
 
-    def batch(self, epoch, step):
-        batch = super().batch(epoch, step)
+    def examples(self, epoch, first, rows):
+        batch = super().examples(epoch, first, rows)
         return np.append(batch[:-1], batch[0])
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "count_steps_of",
     "counter_of",
     "dataset_of",
+    "end_with_input",
     "finds_state_by_path",
     "get_keras_mask",
     "global_seed_generator",
@@ -264,6 +265,15 @@ def source_of(epochs: keras_epoch_iterator.EpochIterator) -> str:
     if isinstance(epochs.data_adapter, TFDatasetAdapter):
         return "dataset"
     return "arrays" if isinstance(epochs.data_adapter, ArrayDataAdapter) else "python"
+
+
+def end_with_input(epochs: Any) -> None:
+    """Makes each epoch of a Keras `EpochIterator` without a known length end with its input, not only the first one.
+
+    Keras counts the batches of the first epoch, and warns that its input has ended. Without it: later epochs with
+    smaller batches end too early.
+    """
+    epochs._interrupted_warning = functools.partial(setattr, epochs, "_num_batches", None)
 
 
 def count_as_seen(epochs, batches: int) -> None:

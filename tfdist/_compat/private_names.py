@@ -150,7 +150,10 @@ _NAMES_BY_FEATURE = {
         *(f"{_MODEL}.{name}" for name in ("make_train_function", "make_test_function", "make_predict_function")),
         f"{_TRAINER}TFEpochIterator.__init__(self)",
         f"{_TRAINER}TFEpochIterator._distributed_dataset",
-        *(f"{_EPOCHS}.{name}" for name in ("data_adapter", "_num_batches", "_current_iterator", "_steps_seen")),
+        *(
+            f"{_EPOCHS}.{name}"
+            for name in ("data_adapter", "_num_batches", "_current_iterator", "_steps_seen", "_interrupted_warning")
+        ),
         "keras.src.callbacks:callback_list",
         "keras.src.callbacks.callback_list:CallbackList._async_train",
         "keras.src.backend.common.variables:Variable._deferred_initialize(self)",
