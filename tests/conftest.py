@@ -33,7 +33,14 @@ LONGEST = (
 )
 # Tests in these files need neither other processes nor a training step, except tests with the marker `slow`.
 UNIT = {
-    *("test_backup_store", "test_batch_assignment", "test_batch_plan", "test_buckets", "test_cache_locks"),
+    *(
+        "test_adaptive",
+        "test_backup_store",
+        "test_batch_assignment",
+        "test_batch_plan",
+        "test_buckets",
+        "test_cache_locks",
+    ),
     "test_doctor_checks",
     *(
         "test_cluster",

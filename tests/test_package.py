@@ -43,6 +43,7 @@ PUBLIC = {
         "testing",
     ],
     "tfdist.callbacks": [
+        "AdaptiveBatch",
         "Audit",
         "BackupAndRestore",
         "Balance",

@@ -1,0 +1,104 @@
+"""`tfdist.callbacks.AdaptiveBatch` in `fit`: the noise scale, the batch sizes, the learning rate, restarts."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import adaptive_checks as checks
+import tfdist
+
+EXAMPLES = 1797
+
+
+@pytest.mark.parametrize(("placement", "policy"), [("1x2", [2, 1]), ("2x1", "equal")])
+def test_the_noise_scale_agrees_with_many_small_batches(placement, policy, pools):
+    for measured, expected in pools(placement).run(checks.noise_in_training_and_of_small_batches, placement, policy):
+        assert measured == pytest.approx(expected, rel=0.2)
+
+
+def test_all_workers_change_the_size_and_the_learning_rate_at_the_same_step(pools):
+    """The Audit in `train` checks that each example is trained on once an epoch."""
+    workers = pools("2x1").run(checks.train, "2x1", 10)
+
+    assert workers[0] == workers[1]
+    result = workers[0]
+    assert len(set(result["sizes"])) > 3 and len(result["decisions"]) > 3
+    assert sum(result["sizes"]) == 4 * EXAMPLES and result["position"] == (4, 0)
+    rates = dict(zip(result["sizes"], result["rates"], strict=True))
+    assert rates[max(rates)] > rates[checks.BATCH] == pytest.approx(0.1)
+
+
+def test_sizes_change_at_epoch_ends_and_epochs_go_on_to_their_end(pools):
+    (result,) = pools("1x2").run(checks.train, "1x2", "epoch", optimizer="adam")
+
+    sizes = np.array(result["sizes"])
+    ends = np.flatnonzero(np.cumsum(sizes) % EXAMPLES == 0)
+    epochs = np.split(sizes, ends[:-1] + 1)
+    assert len(epochs) == 4
+    assert [len(set(epoch[:-1])) for epoch in epochs] == [1] * 4
+    assert [epoch[0] for epoch in epochs[1:]] == [int(size) for size in result["history"]["global_batch_size"][:-1]]
+    assert len({epoch[0] for epoch in epochs}) > 1
+
+
+def test_an_execution_of_several_steps_has_one_size_and_learning_rate(pools):
+    arguments = {"epochs": 4, "steps_per_epoch": 32, "steps_per_execution": 4}
+    (result,) = pools("1x2").run(checks.train, "1x2", 10, **arguments)
+
+    sizes = np.array(result["sizes"]).reshape(-1, 4)
+    whole = [set(four) for four in sizes if (np.cumsum(result["sizes"]) % EXAMPLES).all()]
+    assert len(sizes) == len(result["rates"]) == 32
+    assert len(result["decisions"]) > 2 and all(len(four) == 1 for four in whole)
+
+
+def test_a_restart_has_the_bits_of_an_unbroken_run(pools, tmp_path):
+    pool = pools("1x2")
+    (unbroken,) = pool.run(checks.train, "1x2", 10, str(tmp_path / "unbroken"))
+    (first,) = pool.run(checks.train, "1x2", 10, str(tmp_path / "broken"), stop_after=40)
+    (second,) = pool.run(checks.train, "1x2", 10, str(tmp_path / "broken"))
+
+    assert first["sizes"][:35] + second["sizes"] == unbroken["sizes"], "the last commit is of step 35"
+    assert second["digest"] == unbroken["digest"]
+    assert unbroken["decisions"][-len(second["decisions"]) :] == second["decisions"]
+
+
+def test_a_restart_on_another_number_of_replicas_decides_anew(pools, tmp_path):
+    (first,) = pools("1x2").run(checks.train, "1x2", "epoch", str(tmp_path / "first"), stop_after=40)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")  # The first process still holds the lock of the folder.
+    (second,) = pools("1x3").run(checks.train, "1x3", "epoch", str(tmp_path / "second"))
+
+    assert first["replicas"] == [2] and set(second["replicas"]) == {3}
+    assert sum(first["sizes"][:35]) + sum(second["sizes"]) == 4 * EXAMPLES
+    assert len(second["decisions"]) == 4, "one within the second epoch, and three at the ends of epochs"
+
+
+def test_unsuitable_optimizers_are_refused(pools):
+    (messages,) = pools("1x2").run(checks.refusals)
+
+    assert "LearningRateSchedule" in messages[0]
+    assert "gradient_accumulation_steps" in messages[1]
+
+
+def sharding(**arguments):
+    return tfdist.data.BalancedSharding((np.zeros((100, 2)), np.zeros(100)), 16, **arguments)
+
+
+@pytest.mark.parametrize("sizes", [(20, 50), (2, 15), (0, 32), (8, 101), (8,), 8, "ab"])
+def test_a_range_of_batch_sizes_is_checked(sizes):
+    with pytest.raises(ValueError, match="batch_size_range must hold"):
+        sharding(batch_size_range=sizes)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="drop_remainder"):
+        sharding(batch_size_range=(8, 32), drop_remainder=True)
+    with pytest.raises(ValueError, match="this one has none"):
+        sharding().resize(8)
+    with pytest.raises(ValueError, match="from 8 to 32, got 33"):
+        sharding(batch_size_range=(8, 32)).resize(33)
+    adaptive = tfdist.callbacks.AdaptiveBatch
+    with pytest.raises(ValueError, match="has none"):
+        adaptive(sharding())
+    for wrong in ({"every": 9}, {"every": "step"}, {"goal": "speed"}, {"learning_rate": 0.1}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            adaptive(sharding(batch_size_range=(8, 32)), **wrong)
