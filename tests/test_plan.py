@@ -230,6 +230,16 @@ def test_the_command_prints_and_writes_its_predictions(tmp_path):
     assert written["recommended"] == "powersgd(4)"
 
 
+def test_the_command_plans_exchanges_in_two_levels(tmp_path):
+    options = ["-n", "64", "--link", "1gbit", "--compute-ms", "20", "--compression", "int8"]
+    done = plan(tmp_path, "model.py:make_model", *options, "--exchange-group-size", "auto", "--json", "plan.json")
+
+    assert done.returncode == 0, done.stderr
+    assert "in two levels, 64 of them in groups of 8" in " ".join(done.stdout.split())
+    by_codec = {each["codec"]: each for each in json.loads((tmp_path / "plan.json").read_text())["predictions"]}
+    assert by_codec[NONE]["messages"] == 3 * 4 * 7
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -238,6 +248,7 @@ def test_the_command_prints_and_writes_its_predictions(tmp_path):
         (["model.py:missing"], "no function"),
         (["model.py:make_model", "--calibration", "none.json"], "none.json"),
         (["model.py:make_model", "--compute-ms", "0"], "--compute-ms"),
+        (["model.py:make_model", "--exchange-group-size", "3"], "must divide the number of workers"),
     ],
 )
 def test_bad_input_is_an_error_with_the_value(tmp_path, arguments, message):

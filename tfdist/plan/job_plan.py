@@ -1,7 +1,7 @@
 """Policy: compares codecs for a job, recommends one, and follows it to more replicas. No TensorFlow and no files."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.plan.exchange_costs import NONE, ExchangeCosts
 from tfdist.plan.planned_buckets import Gradient
@@ -24,6 +24,7 @@ class Job:
       compute_seconds: Forward and backward pass and update of a replica alone.
       forward_share: Part of this time before the first gradient.
       gradients: The gradients of the model by name of the codec that encodes them, `"none"` among the names.
+      group_size: Returns the size of groups for a number of replicas; `None` for exchanges in one level.
     """
 
     replicas: int
@@ -31,10 +32,12 @@ class Job:
     compute_seconds: float
     forward_share: float
     gradients: Mapping[str, Sequence[Gradient]]
+    group_size: Callable[[int], int | None] = lambda replicas: None
 
     def step(self, codec: str, replicas: int, costs: ExchangeCosts) -> Prediction:
         """Predicts the step with a codec."""
-        step = PlannedStep(self.compute_seconds, self.gradients[codec], codec, self.forward_share)
+        groups = self.group_size(replicas)
+        step = PlannedStep(self.compute_seconds, self.gradients[codec], codec, self.forward_share, group_size=groups)
         return predict_step(step, replicas, self.link_bits, costs)
 
 
@@ -65,8 +68,13 @@ def plan_job(job: Job, costs: ExchangeCosts) -> JobPlan:
 
 def assumptions(job: Job, costs: ExchangeCosts) -> list[str]:
     """Returns the assumptions of the predictions."""
+    groups = job.group_size(job.replicas)
+    levels = (
+        [] if groups is None else [f"Replicas exchange in two levels, {job.replicas} of them in groups of {groups}."]
+    )
     return [
         f"Costs: {costs.source}.",
+        *levels,
         f"A replica alone needs {step_time(job.compute_seconds)} for a step. Gradients appear after "
         f"{percent(job.forward_share)} of it, from the last layer on, in proportion to their bytes.",
         "All replicas are equally fast, and each has its own link. The network behind the links carries all of it at "

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="codecs that may be recommended; no codec always may (default: float16,bfloat16,int8)",
     )
     parser.add_argument(
+        "--exchange-group-size",
+        type=_group_size,
+        metavar="N",
+        help="size of groups for exchanges in two levels, or auto, as in the strategy (default: one level)",
+    )
+    parser.add_argument(
         "--calibration",
         type=pathlib.Path,
         metavar="FILE",
@@ -63,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # Nothing is computed.
     from tfdist.plan.model_gradients import gradients_of  # Loads TensorFlow.
     from tfdist.plan.plan_table import print_plan  # Loads rich, which `--help` does not need.
+    from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
     from tfdist.strategies.memory_estimate import estimate_memory
 
     try:
@@ -73,10 +81,12 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--compute-ms must be above 0: the time of a step of one replica alone.")
         make = estimate_command.maker_of(args.model)
         gradients = gradients_of(make, codecs)
+        groups = functools.partial(_size_of_groups, args.exchange_group_size)
+        ExchangeGroups.of(args.exchange_group_size, [""] * args.replicas)  # Refuses unequal groups.
     except (ValueError, TypeError, OSError, ImportError) as error:
         logging.error("%s", error)
         return 1
-    job = Job(args.replicas, args.link, args.compute_ms / 1e3, args.forward_share, gradients)
+    job = Job(args.replicas, args.link, args.compute_ms / 1e3, args.forward_share, gradients, groups)
     plan = plan_job(job, costs)
     print_plan(plan, job, costs)
     if args.json is not None:
@@ -112,6 +122,24 @@ def _check_costs(costs: ExchangeCosts, codecs: Sequence[str]) -> None:
             f"The costs of {', '.join(unknown)} are not known, only those of {', '.join(costs.coding)}. Measure them "
             f"with `tfdist bench --compression {','.join(codecs)} --json FILE`, and give the file to --calibration."
         )
+
+
+def _size_of_groups(asked: int | str | None, replicas: int) -> int | None:
+    """Returns the size of groups as the strategy makes them; `None` where it makes none, or they would be unequal."""
+    from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
+
+    if isinstance(asked, int) and replicas % asked:
+        return None
+    groups = ExchangeGroups.of(asked, [""] * replicas)
+    return None if groups is None else groups.size
+
+
+def _group_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"needs auto or an integer of at least 2, got {text}")
+    return int(text)
 
 
 def _share(text: str) -> float:
