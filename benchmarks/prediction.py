@@ -5,11 +5,13 @@
 
 Each row of tfdist is predicted from its computation, its link and the costs of an exchange by `tfdist bench`. The costs
 are those of two workers with a core each. If N workers share C cores in time that is dilated by K, each of them has a
-processor that is K C / N times as fast, but at most K times, so its costs are divided by this number.
+processor that is K C / N times as fast, but at most K times, so its costs are divided by this number. Without
+`--calibration` the costs are the defaults of `tfdist plan`.
 """
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import statistics
 import sys
@@ -20,7 +22,7 @@ import rich.table
 
 from benchmarks.report import ResultError, Row, read_result, rows_of
 from benchmarks.scaling_table import sorted_rows
-from tfdist.plan.exchange_costs import NONE, ExchangeCosts, costs_of_bench
+from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
 from tfdist.plan.planned_buckets import Gradient
 from tfdist.plan.step_prediction import PlannedStep, predict_step
 
@@ -96,6 +98,7 @@ def compare(
 
 def emulated_gradients(codecs: Sequence[str]) -> dict[str, list[Gradient]]:
     """The gradients of the model `emulated`, by name of the codec."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keeps the table readable.
     import keras
 
     from benchmarks.models import keras_model
@@ -122,12 +125,12 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__, formatter_class=raw)
     parser.add_argument("files", type=pathlib.Path, nargs="+", help="files written by `benchmarks.scaling --json`")
-    parser.add_argument("--calibration", type=pathlib.Path, required=True, help="file of `tfdist bench --json`")
+    parser.add_argument("--calibration", type=pathlib.Path, help="file of `tfdist bench --json`")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     options = parser.parse_args()
     try:
         results = [read_result(path) for path in options.files]
-        costs = costs_of_bench(options.calibration)
+        costs = DEFAULT_COSTS if options.calibration is None else costs_of_bench(options.calibration)
     except (ResultError, ValueError, OSError) as error:
         sys.exit(str(error))
     rows = [row for result in results for row in rows_of(result)]

@@ -1,8 +1,13 @@
-"""Tables of the results of `benchmarks.scaling`, for a terminal and in Markdown."""
+"""Tables of the results of `benchmarks.scaling`, for a terminal and in Markdown.
 
+python -m benchmarks.scaling_table scaling.json [another.json ...]       # prints Markdown
+"""
+
+import pathlib
+import sys
 from collections.abc import Sequence
 
-from benchmarks.report import Row, in_order
+from benchmarks.report import ResultError, Row, in_order, read_result, rows_of
 
 # Published speeds of TensorFlow's strategy on 4, 8 and 16 workers, as multiples of one worker.
 PUBLISHED = {4: 3.6, 8: 6.0, 16: 9.0}
@@ -66,3 +71,18 @@ def published_note(rows: Sequence[Row]) -> str:
     """The published speeds for the measured numbers of workers."""
     known = [f"{PUBLISHED[count]} with {count}" for count in sorted({row.workers for row in rows} & PUBLISHED.keys())]
     return f"Published speeds of TensorFlow's strategy: {', '.join(known)} workers." if known else ""
+
+
+def main() -> None:
+    """Prints the rows of all given files as one table."""
+    if not sys.argv[1:]:
+        sys.exit("Give the files that `python -m benchmarks.scaling --json FILE` has written.")
+    try:
+        rows = [row for name in sys.argv[1:] for row in rows_of(read_result(pathlib.Path(name)))]
+    except ResultError as error:
+        sys.exit(str(error))
+    print(markdown_table(rows), published_note(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

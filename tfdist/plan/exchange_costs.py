@@ -25,7 +25,8 @@ class ExchangeCosts:
 
     Attributes:
       latency_seconds: Time of an exchange of almost no bytes, from the first replica to the last.
-      message_seconds: Time to send a message. In a step, each replica sends messages to all others.
+      message_seconds: Processor time to send a message and to receive one. Messages of a step go to all other
+        replicas.
       coding: Seconds to encode and decode a byte of float32, by name of the codec. For `"none"`, to add up a byte.
       source: Origin of these numbers, for a person.
     """
@@ -50,9 +51,9 @@ class ExchangeCosts:
 
 DEFAULT_COSTS = ExchangeCosts(
     latency_seconds=200e-6,
-    message_seconds=5e-6,
+    message_seconds=200e-6,  # By the processor times of 4 and 16 workers in docs/benchmarks.md.
     coding={NONE: 0.0, **_H100_CODING},
-    source="codecs as fast as on an NVIDIA H100, 0.2 ms for an exchange, 5 µs for a message",
+    source="codecs as fast as on an NVIDIA H100, 0.2 ms for an exchange and for a message",
 )
 
 

@@ -1,7 +1,7 @@
 """Policy: predicts the time of a training step from its gradients, the link and the costs of an exchange.
 
     compute   forward ──── backward: gradients from the last layer to the first ─┐
-    coding                    bucket 1 │ bucket 2 │ ...                          ├─ step
+    coding, messages          bucket 1 │ bucket 2 │ ...                          ├─ step
     link                         bucket 1 ─────── bucket 2 ─────── ...  ─────────┘
 
 A bucket travels when its gradients exist, it is encoded and the link is free. Does not load TensorFlow.
@@ -70,7 +70,7 @@ class Prediction:
 def predict_step(step: PlannedStep, replicas: int, link_bits: float, costs: ExchangeCosts) -> Prediction:
     """Predicts the time of a step in which replicas exchange all gradients.
 
-    Coding delays the backward pass if both run on the same device.
+    Coding delays the backward pass if both run on the same device. Messages are the work of the host.
 
     Args:
       step: Computation and gradients.
@@ -82,18 +82,19 @@ def predict_step(step: PlannedStep, replicas: int, link_bits: float, costs: Exch
         return Prediction(1, step.codec, step.compute_seconds, step.compute_seconds, 0.0, 0)
     per_byte = costs.seconds_per_byte(step.codec) or 0.0
     begin = step.forward_share * step.compute_seconds
-    coded = coder_free = link_free = arrived = 0.0
+    coded = worker_free = link_free = arrived = 0.0
     total = BucketTraffic(0.0, 0, 0)
     for bucket in fill_planned_buckets(step.gradients, step.codec, replicas):
+        own = traffic_of(bucket, step.codec, replicas, step.group_size)
         coding = bucket.float_bytes * per_byte + bucket.coding_seconds
+        work = coding + own.messages * costs.message_seconds
         exists = begin + (step.compute_seconds - begin) * bucket.made
         exists += 0.0 if step.codes_elsewhere else coded
-        encoded_at = max(exists, coder_free) + coding / 2  # The first half encodes, the second decodes.
-        coder_free = encoded_at + coding / 2
+        sent_at = max(exists, worker_free) + work / 2  # The first half encodes and sends, the second receives.
+        worker_free = sent_at + work / 2
         coded += coding
-        own = traffic_of(bucket, step.codec, replicas, step.group_size)
-        link_free = max(link_free, encoded_at) + own.sent_bytes * 8 / link_bits + own.messages * costs.message_seconds
-        arrived = link_free + own.rounds * costs.latency_seconds + coding / 2
+        link_free = max(link_free, sent_at) + own.sent_bytes * 8 / link_bits
+        arrived = max(link_free + own.rounds * costs.latency_seconds + work / 2, worker_free)
         total += own
     seconds = max(step.compute_seconds + (0.0 if step.codes_elsewhere else coded), arrived)
     return Prediction(replicas, step.codec, seconds, step.compute_seconds, total.sent_bytes, total.messages)
