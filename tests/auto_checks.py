@@ -1,6 +1,7 @@
 """Functions that the tests of `compression="auto"` run in worker processes."""
 
 import contextlib
+import os
 
 import keras
 import tensorflow as tf
@@ -8,6 +9,7 @@ import tensorflow as tf
 import tfdist
 from compressed_checks import BATCH, FEW, MODES, build, data
 from keras_features import outcome, small_weights_too, strategy_of
+from tfdist.backup import between_fits
 from tfdist.strategies.codec_trials import CodecTrials, Numbers
 
 AUTO = tfdist.compression.Auto(
@@ -49,6 +51,18 @@ class Choices(keras.callbacks.Callback):
         self.noted.append((sorted(names, key=str), chosen.is_final))
 
 
+class Stop(keras.callbacks.Callback):
+    """Ends training by an error at the begin of an epoch."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self._epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self._epoch:
+            raise InterruptedError("a test")
+
+
 def train(placement, seconds, mode="plain", epochs=4, **options):
     """Trains 10 steps an epoch. Returns the outcome, and the choice after each batch."""
     choices = Choices()
@@ -85,6 +99,24 @@ def unbroken_and_resumed(placement, folder):
                 path = path or whole.write(f"{folder}/state-{worker}")
         results.append((model.get_weights(), choices.noted[-10:]))
     return results
+
+
+def backed_up(placement, folder):
+    """Returns the choices after a restart from a backup, which `tfdist.callbacks.BackupAndRestore` has made."""
+    x, y = data()
+    noted = []
+    for stop in (3, None):
+        strategy_of.cache_clear()
+        choices = Choices()
+        with times_of_steps(SLOW_LINK):
+            model = build(strategy_of(placement, AUTO), widths=FEW)
+            callbacks = [tfdist.callbacks.BackupAndRestore(folder), choices, Stop(stop)]
+            with contextlib.suppress(InterruptedError):
+                model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0, shuffle=False, callbacks=callbacks)
+        if stop:
+            between_fits.processes.pop(os.path.realpath(folder)).store.release()  # As in another process.
+        noted.append(choices.noted)
+    return noted
 
 
 def train_in_a_loop(placement):

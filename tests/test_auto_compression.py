@@ -62,6 +62,12 @@ def test_a_checkpoint_keeps_the_choice_and_all_bits(placement, pools, tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
+def test_a_backup_keeps_the_choice(pools, tmp_path):
+    [(first, later)] = pools("1x2").run(checks.backed_up, "1x2", str(tmp_path))
+    assert first[-1] == (["int8"], True)
+    assert later == first + [(["int8"], True)] * 10  # The backup has the notes of the callback too.
+
+
 def test_a_loop_of_the_user_changes_codecs_without_another_trace(pools):
     [(traces, names, value)] = pools("1x2").run(checks.train_in_a_loop, "1x2")
     assert traces == 1
