@@ -53,8 +53,8 @@ def from_name(codec: str | Codec | None) -> Codec | None:
     names = ", ".join(repr(name) for name in NAMES)
     numbered = " and ".join(_numbered())
     raise ValueError(
-        f"`compression` must be None, one of {names} ({numbered} also with a number, as in 'powersgd(4)'), or a codec "
-        f"of tfdist.compression, got {codec!r}.{_way_out(codec)}"
+        f"`compression` must be None, 'auto', one of {names} ({numbered} also with a number, as in 'powersgd(4)'), or "
+        f"a codec of tfdist.compression, got {codec!r}.{_way_out(codec)}"
     )
 
 
