@@ -177,7 +177,7 @@ class CompressionState(tf.Module):
             gradient = gradients[position]
             return OneCodec(codec)(gradient.shape, gradient.dtype, "") is not None
 
-        return CodecsToChoose(self._policy.safe_for(optimizer), fits, _tell_of_choice)
+        return CodecsToChoose(self._policy.safe_for(optimizer), fits, _ChoiceLog())
 
     def choices(self) -> list[CodecChoices]:
         """The present codecs of the gradients of each optimizer, in the order of their first steps.
@@ -337,8 +337,18 @@ def _signature(gradients: Sequence[Gradient], places: Sequence[int]) -> str:
     return hashlib.sha256(repr((described, list(places))).encode()).hexdigest()[:16]
 
 
-def _tell_of_choice(names: str, order: TrialOrder) -> None:
-    logging.info("compression='auto' uses %s: %s.", names, order.reason)
+class _ChoiceLog:
+    """Logs the codecs that an exchange has chosen: a change as a warning, since absl hides lower levels by default."""
+
+    def __init__(self) -> None:
+        self._logged: tuple[int, ...] | None = None
+
+    def __call__(self, names: str, order: TrialOrder) -> None:
+        """Logs a choice with its reason. A first choice without any codec is no change."""
+        is_change = any(order.choice) if self._logged is None else order.choice != self._logged
+        self._logged = order.choice
+        level = logging.WARNING if is_change else logging.INFO
+        logging.log(level, "compression='auto' uses %s: %s.", names, order.reason)
 
 
 def _check_summed(gradients: Sequence[Gradient]) -> None:

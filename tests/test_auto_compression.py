@@ -6,6 +6,8 @@ import pytest
 import auto_checks as checks
 import tfdist
 from auto_checks import FAST_LINK, SLOW_LINK
+from tfdist.strategies.codec_trials import TrialOrder
+from tfdist.strategies.compression_state import _ChoiceLog
 
 
 def assert_agree(workers):
@@ -78,3 +80,13 @@ def test_a_loop_of_the_user_changes_codecs_without_another_trace(pools):
 def test_one_replica_measures_nothing():
     strategy = tfdist.MirroredStrategy(["CPU:0"], compression="auto")
     assert strategy.communication.choices() == []
+
+
+@pytest.mark.unit
+def test_only_changes_of_the_choice_are_warnings(caplog):
+    told = _ChoiceLog()
+    with caplog.at_level("INFO", logger="absl"):
+        for choice in [(0, 0), (1, 0), (1, 0), (0, 0)]:
+            told("some codecs", TrialOrder(choice, 4, True, "a reason"))
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO", "WARNING"]
+    assert caplog.messages[0] == "compression='auto' uses some codecs: a reason."
