@@ -19,13 +19,12 @@ from tfdist._compat import keras_internals
 from tfdist.strategies.auto_compression import AutoPolicy
 from tfdist.strategies.codec_trials import TrialOrder
 from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.chosen_codecs import ChosenCodecs, CodecsToChoose
 from tfdist.strategies.collectives.collective_launcher import is_added_up
 from tfdist.strategies.collectives.encoded_reducer import (
     RAW_BYTES,
     SENT_BYTES,
     STEPS,
-    CodecChoices,
-    CodecsToChoose,
     EncodedReducer,
 )
 from tfdist.strategies.collectives.transport import Gradient
@@ -179,7 +178,7 @@ class CompressionState(tf.Module):
 
         return CodecsToChoose(self._policy.safe_for(optimizer), fits, _ChoiceLog())
 
-    def choices(self) -> list[CodecChoices]:
+    def choices(self) -> list[ChosenCodecs]:
         """The present codecs of the gradients of each optimizer, in the order of their first steps.
 
         With `compression="auto"` they change while a program trains; `is_final` tells whether the trials are over.

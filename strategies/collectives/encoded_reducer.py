@@ -1,9 +1,8 @@
 """Sums the gradients of one optimizer over all replicas, encoded by codecs; holds their states and traffic."""
 
 import contextlib
-import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -11,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.codec_trials import Alternatives, TrialOrder
+from tfdist.strategies.codec_trials import Alternatives
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.choice_control import ChoiceControl
+from tfdist.strategies.collectives.chosen_codecs import ChosenCodecs, CodecsToChoose
 from tfdist.strategies.collectives.codec_choice import Choices, choices_among
 from tfdist.strategies.collectives.codec_group import CodecGroup
 from tfdist.strategies.collectives.host_device import host_of
@@ -79,37 +79,6 @@ class Layout(tf.train.experimental.PythonState):
             "`communication.redistribute(states)`, which takes any number of replicas; or leave `communication` out of "
             "the checkpoint, and lose the residuals."
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class CodecsToChoose:
-    """The codecs from which the exchange chooses while it runs.
-
-    Attributes:
-      codecs: The codecs, the least lossy one first.
-      fits: Tells whether a codec can encode the gradient at a position.
-      tell: Function that the first replica of all calls with the names of the chosen codecs, and with the order that
-        makes the choice final.
-    """
-
-    codecs: Sequence[Codec]
-    fits: Callable[[Codec, int], bool]
-    tell: Callable[[str, TrialOrder], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class CodecChoices:
-    """The present codecs of an optimizer's gradients.
-
-    Attributes:
-      codecs: The codec of each gradient, by the path of its variable; None if it travels uncompressed.
-      is_final: Whether the choice stays until the time of a step changes. False while tfdist tries codecs.
-      reason: A sentence that says why the codecs were chosen; empty if no trials of this process have chosen them.
-    """
-
-    codecs: dict[str, Codec | None]
-    is_final: bool
-    reason: str
 
 
 class EncodedReducer(tf.Module):
@@ -407,7 +376,7 @@ class EncodedReducer(tf.Module):
             to_choose.tell if collectives.is_first(replica) else None,
         )
 
-    def chosen_codecs(self) -> CodecChoices:
+    def chosen_codecs(self) -> ChosenCodecs:
         """Returns the present codecs."""
         found: dict[int, Codec | None] = {i: part.codec for part in self._fixed_parts for i in part.positions}
         found |= self._sparse_codecs
@@ -420,7 +389,7 @@ class EncodedReducer(tf.Module):
                 found |= each.codecs_of(choice[each.group], codecs)
             for rows in units.rows:
                 found |= rows.codecs_of(choice[rows.group], codecs)
-        return CodecChoices({path: found.get(i) for i, path in enumerate(self.paths)}, is_final, reason)
+        return ChosenCodecs({path: found.get(i) for i, path in enumerate(self.paths)}, is_final, reason)
 
     def own_counts(self) -> np.ndarray:
         """Returns the counts of this process: steps, bytes before compression and bytes sent, int64 [replicas, 3]."""

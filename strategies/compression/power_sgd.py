@@ -21,8 +21,8 @@ _UNROLLED_RANK = 8
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """Returns the rows and columns of a tensor as a matrix, of the form with the smallest factors.
 
-    The first axes give the rows, the other axes the columns. Of forms with equal factors it takes the one with fewest
-    columns.
+    The first axes give the rows, the other axes the columns. If several forms have equally small factors, the one with
+    the fewest columns counts.
     """
     sizes = [int(size) for size in shape]
     forms = [(math.prod(sizes[:axis]), math.prod(sizes[axis:])) for axis in range(1, len(sizes))]

@@ -16,7 +16,7 @@ _SPARSE = ("topk",)
 
 @dataclasses.dataclass(frozen=True)
 class BucketTraffic:
-    """What each replica sends for a bucket.
+    """The messages that each replica sends for a bucket.
 
     Attributes:
       sent_bytes: Bytes.
