@@ -63,6 +63,9 @@ class Row:
       processor_seconds: Processor time of all workers in a step, not divided.
       worker_share: The part of the machine's processor time in a step that the workers took.
       busy_share: The part of it that was not idle.
+      trial_seconds: Time of the steps in which `compression="auto"` chose codecs, without the first step.
+      trial_steps: Number of these steps.
+      reason: Why it chose these codecs, if known.
     """
 
     model: str
@@ -80,6 +83,9 @@ class Row:
     processor_seconds: float | None = None
     worker_share: float | None = None
     busy_share: float | None = None
+    trial_seconds: float | None = None
+    trial_steps: int | None = None
+    reason: str | None = None
 
     @property
     def is_measured(self) -> bool:

@@ -14,7 +14,7 @@ train the same models on the same batches with equal numbers of threads:
     stock        a custom loop with Keras 3 under TensorFlow's MultiWorkerMirroredStrategy
     tfdist-loop  the same loop under tfdist.MultiWorkerMirroredStrategy
     tfdist       Keras 3 `fit` under tfdist.MultiWorkerMirroredStrategy; tfdist+<codec> with compression
-    tfdist-auto  the same with compression="auto", once it has chosen
+    tfdist-auto  the same with compression="auto", once it has chosen; its model begins anew on each link
     ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
 
 With `--other_packages DIR` each variant of tfdist is measured once more, as `other-<variant>`, with the packages in

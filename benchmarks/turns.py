@@ -14,7 +14,7 @@ import rich.console
 
 from benchmarks.netlab import Netlab, NetlabError, parse_rate
 from benchmarks.peers.group import Group, GroupError, Host
-from benchmarks.peers.messages import Answer
+from benchmarks.peers.messages import Answer, Trials
 from benchmarks.record import Record
 from benchmarks.report import REFERENCE, Row
 from tfdist.cluster import free_ports
@@ -38,6 +38,11 @@ class Variant:
     peer: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     packages: str | None = None
+
+    @property
+    def chooses_codecs(self) -> bool:
+        """Whether it chooses codecs by measured steps. Its models are then made anew for each link."""
+        return self.options.get("compression") == "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +143,7 @@ class Samples:
     processor: list[float] = dataclasses.field(default_factory=list)
     busy: list[float] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
+    trials: Trials | None = None
     rounds: int = 0
     is_whole: bool = False
     error: str | None = None
@@ -184,6 +190,9 @@ class Samples:
             processor_seconds=statistics.median(self.processor),
             worker_share=statistics.median(self.processor) / (middle * dilation) / _CORES,
             busy_share=statistics.median(self.busy),
+            trial_seconds=self.trials and self.trials.seconds / dilation,
+            trial_steps=self.trials and self.trials.steps,
+            reason=self.trials and self.trials.reason,
         )
 
 
@@ -211,6 +220,7 @@ class Cast:
     def __init__(self, model: str, network: Network, plan: Plan, found: Cells):
         self._model, self._network, self._plan, self._found = model, network, plan, found
         self._groups: dict[str, Group] = {}
+        self._choosing: set[str] = set()
         self._errors: dict[str, str] = {}
 
     @contextlib.contextmanager
@@ -224,7 +234,9 @@ class Cast:
                 free = [next(ports) for _ in range(workers)]
                 group = Group(self._network.hosts, free, variant.peer, variant.options, variant.packages)
                 self._groups[name] = stack.enter_context(group)
-                for alone in (True, False):
+                if variant.chooses_codecs:
+                    self._choosing.add(name)
+                for alone in (True,) if variant.chooses_codecs else (True, False):
                     self._train(name, alone=alone, warmup=_WARMUP_STEPS, steps=1, timeout_seconds=_START_SECONDS)
                 if name in self._groups:
                     Log.print(f"  {name} started in {time.monotonic() - begin:.0f} s")
@@ -233,7 +245,7 @@ class Cast:
     def take_turns(self, link: str, rate: float | None, names: Collection[str], order: random.Random) -> None:
         """Measures the groups of the given names on the present link."""
         dilation = self._network.dilation(link)
-        probes = {name: self._probe(name, dilation) for name in names if name in self._groups}
+        probes = {name: self._probe(name, link, dilation) for name in names if name in self._groups}
         steps = {name: self._steps(seconds) for name, seconds in probes.items()}
         for turn in range(self._plan.rounds):
             present = [name for name in steps if name in self._groups]
@@ -266,9 +278,13 @@ class Cast:
         for name in names:
             self._found[link, name].end_start(self._plan.rounds, why)
 
-    def _probe(self, name: str, dilation: float) -> float:
-        """Seconds of one step, to plan the size of blocks."""
-        answers = self._train(name, alone=False, warmup=1, steps=1, dilation=dilation)
+    def _probe(self, name: str, link: str, dilation: float) -> float:
+        """Seconds of one step, to plan the size of blocks. A variant that chooses codecs makes its choice before."""
+        anew = {"renew": True} if name in self._choosing else {}
+        answers = self._train(name, alone=False, warmup=1, steps=1, dilation=dilation, **anew)
+        if answers and (trials := answers[0].trials):
+            self._found[link, name].trials = trials
+            Log.print(f"  {link}: {name} chose within {trials.steps} steps and {trials.seconds:.1f} s: {trials.reason}")
         return periods(answers)[0] if answers else 1.0
 
     def _steps(self, seconds: float) -> int:

@@ -148,7 +148,15 @@ class Group:
         self.close()
 
     def train(
-        self, model: str, *, alone: bool, warmup: int, steps: int, timeout_seconds: float, dilation: float = 1.0
+        self,
+        model: str,
+        *,
+        alone: bool,
+        warmup: int,
+        steps: int,
+        timeout_seconds: float,
+        dilation: float = 1.0,
+        renew: bool = False,
     ) -> list[Answer]:
         """Trains on all workers at once.
 
@@ -159,6 +167,7 @@ class Group:
           steps: Number of steps that count.
           timeout_seconds: Deadline of all workers, in seconds.
           dilation: How many times as long an emulated accelerator needs.
+          renew: Whether the workers make their models anew.
 
         Returns:
           One answer per worker.
@@ -167,7 +176,7 @@ class Group:
           GroupError: If a worker failed or missed the deadline. All workers are ended.
         """
         deadline = time.monotonic() + timeout_seconds
-        order = Order(self._peer, self._options, model, alone, warmup, steps, dilation)
+        order = Order(self._peer, self._options, model, alone, warmup, steps, dilation, renew)
         try:
             for worker in self._workers:
                 with contextlib.suppress(OSError):  # If the worker has ended, `receive` reports how.

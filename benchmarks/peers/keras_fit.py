@@ -1,14 +1,16 @@
 """Keras 3 `fit` under `tfdist.MultiWorkerMirroredStrategy`, with any of its keyword arguments."""
 
 import functools
+import time
 
 import keras
 import tensorflow as tf
 
 import tfdist
 from benchmarks import models
+from benchmarks.peers.messages import Trials
 
-_NOTICED, _BLOCK = 18, 8  # Steps in which `compression="auto"` notices another link; steps of a trial or more.
+_BLOCK = 4  # Steps between two looks at the choice of codecs.
 _OPTIMIZERS = {"sgd": (keras.optimizers.SGD, 0.01), "adam": (keras.optimizers.Adam, 0.001)}  # And learning rates.
 
 
@@ -18,10 +20,12 @@ def _strategy(**options):
 
 
 def _await_choice(strategy, network, data):
-    """Trains until the codecs are chosen for the present link."""
-    network.fit(data, steps_per_epoch=_NOTICED, verbose=0)
-    while not all(each.is_final for each in strategy.communication.choices()):
-        network.fit(data, steps_per_epoch=_BLOCK, verbose=0)
+    """Trains until the codecs are chosen for the present link. Returns the steps that this took, if any."""
+    ends = []
+    timed = _Ticks(lambda: ends.append(time.monotonic()))
+    while not network.optimizer.built or not strategy.communication.choices()[-1].is_final:
+        network.fit(data, steps_per_epoch=_BLOCK, verbose=0, callbacks=[timed])
+    return Trials(ends[-1] - ends[0], len(ends) - 1, strategy.communication.choices()[-1].reason) if ends else None
 
 
 class _Ticks(keras.callbacks.Callback):
@@ -51,8 +55,9 @@ def prepare(model, alone, optimizer="sgd", **options):
     data = strategy.distribute_datasets_from_function(endless)
 
     def train(steps, tick):
-        if options.get("compression") == "auto" and not alone:
-            _await_choice(strategy, network, data)
+        chooses = options.get("compression") == "auto" and not alone
+        trials = _await_choice(strategy, network, data) if chooses else None
         network.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[_Ticks(tick)])
+        return trials
 
     return train

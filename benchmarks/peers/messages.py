@@ -9,7 +9,8 @@ from typing import Any
 class Order:
     """An order to a worker: train `steps` steps that count, after `warmup` steps that do not.
 
-    An emulated accelerator needs `dilation` times its usual time.
+    An emulated accelerator needs `dilation` times its usual time. With `renew` the worker makes its models anew, as at
+    the begin of a program.
     """
 
     peer: str
@@ -19,6 +20,22 @@ class Order:
     warmup: int
     steps: int
     dilation: float = 1.0
+    renew: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """The steps in which `compression="auto"` chose codecs, without the first step, which is traced.
+
+    Attributes:
+      seconds: Time of these steps.
+      steps: Their number.
+      reason: Why tfdist chose the codecs; empty if it is not told.
+    """
+
+    seconds: float
+    steps: int
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +50,7 @@ class Answer:
       peak_memory_bytes: The same at its largest since the model was made.
       processor_seconds: Processor time of the worker in all steps.
       busy_seconds: Time in which the processors of the machine were busy in all steps, added over the processors.
+      trials: Steps that chose codecs before these, if there were any.
     """
 
     ends: list[float]
@@ -42,6 +60,7 @@ class Answer:
     peak_memory_bytes: int = 0
     processor_seconds: float = 0.0
     busy_seconds: float = 0.0
+    trials: Trials | None = None
 
     @property
     def step_seconds(self) -> list[float]:

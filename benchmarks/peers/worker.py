@@ -6,7 +6,8 @@ The starter (`group.py`) holds the other end of the socket. A peer is a module w
 
     prepare(model: str, alone: bool, **options) -> train,    train(steps, tick)
 
-where `train` calls `tick()` after each step, once its loss was read. If `alone`, workers train without an exchange.
+where `train` calls `tick()` after each step, once its loss was read. If `alone`, workers train without an exchange. If
+steps that choose codecs came before these steps, `train` returns them as `Trials`.
 """
 
 import functools
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import models
-from benchmarks.peers.messages import Answer, Failure, Order
+from benchmarks.peers.messages import Answer, Failure, Order, Trials
 
 
 class _Meter:
@@ -36,12 +37,12 @@ class _Meter:
         sent, received = (int(path.read_bytes()) for path in self._counters)
         self._marks.append((time.monotonic(), sent, received, time.process_time(), _busy_seconds()))
 
-    def answer(self, steps: int) -> Answer:
+    def answer(self, steps: int, trials: Trials | None) -> Answer:
         """The measurements of the last `steps` steps."""
         marks = self._marks[-steps - 1 :]
         sent, received, own, busy = (marks[-1][column] - marks[0][column] for column in range(1, 5))
         memory = _memory("VmRSS") - _bytes_before_models(), _memory("VmHWM") - _bytes_before_models()
-        return Answer([mark[0] for mark in marks], int(sent), int(received), *memory, own, busy)
+        return Answer([mark[0] for mark in marks], int(sent), int(received), *memory, own, busy, trials)
 
 
 def _busy_seconds() -> float:
@@ -63,19 +64,21 @@ def _bytes_before_models() -> int:
 
 
 @functools.cache
-def _prepared(peer: str, options: tuple[tuple[str, Any], ...], model: str, alone: bool) -> Callable[..., None]:
+def _prepared(peer: str, options: tuple[tuple[str, Any], ...], model: str, alone: bool) -> Callable[..., Trials | None]:
     prepare = importlib.import_module(f"benchmarks.peers.{peer}").prepare
     _bytes_before_models()  # After the packages are loaded.
-    train: Callable[..., None] = prepare(model, alone, **dict(options))
+    train: Callable[..., Trials | None] = prepare(model, alone, **dict(options))
     return train
 
 
 def _follow(order: Order) -> Answer:
+    if order.renew:
+        _prepared.cache_clear()
     train = _prepared(order.peer, order.options, order.model, order.alone)
     models.set_dilation(order.dilation)
     meter = _Meter(os.environ["BENCHMARK_INTERFACE"])
-    train(order.warmup + order.steps, meter.tick)
-    return meter.answer(order.steps)
+    trials = train(order.warmup + order.steps, meter.tick)
+    return meter.answer(order.steps, trials)
 
 
 def main() -> None:
