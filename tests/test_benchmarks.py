@@ -21,9 +21,9 @@ from absl.testing import flagsaver
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # Benchmarks are not installed. Appended last, since the root also has a folder `data`.
 
-from benchmarks import accuracy, models, netlab, record, report, train_step, turns  # noqa: E402
+from benchmarks import accuracy, choice_table, models, netlab, record, report, train_step, turns  # noqa: E402
 from benchmarks.peers.group import Group, GroupError  # noqa: E402
-from benchmarks.peers.messages import Answer  # noqa: E402
+from benchmarks.peers.messages import Answer, Trials  # noqa: E402
 from launched import eventually  # noqa: E402
 from tfdist.cluster import free_ports  # noqa: E402
 
@@ -195,6 +195,44 @@ def test_slow_steps_have_time(seconds, longest, monkeypatch):
     monkeypatch.setattr(FakeGroup, "longest", 0.0)
     measured(monkeypatch, ["1gbit"], turns.Plan(steps=3, seconds=1, rounds=1, starts=1), [])
     assert FakeGroup.longest == longest
+
+
+class ChoosingGroup(FakeGroup):
+    """Notes the orders to make models anew, and answers them with trials."""
+
+    renewed = 0
+
+    def train(self, model, *, renew=False, **order):
+        ChoosingGroup.renewed += renew
+        answer = super().train(model, **order)[0]
+        return [dataclasses.replace(answer, trials=Trials(2.5, 20, "int8 is fast") if renew else None)]
+
+
+def test_an_automatic_choice_begins_anew_on_each_link(monkeypatch):
+    monkeypatch.setattr(turns, "Group", ChoosingGroup)
+    monkeypatch.setattr(ChoosingGroup, "renewed", 0)
+    rows = record.Record(None, {}, report.KEY)
+    variants = {"tfdist": turns.Variant("none"), "tfdist-auto": turns.Variant("none", {"compression": "auto"})}
+    plan = turns.Plan(steps=3, seconds=1, rounds=2, starts=1)
+    turns.measure(rows, "mlp", turns.Network(None, 2), variants, ["100mbit", "1gbit"], plan)
+    found = [report.Row.from_json(row) for row in rows.rows]
+    assert ChoosingGroup.renewed == 2
+    assert [row.trial_steps for row in found] == [None, 20, None, 20] and found[1].trial_seconds == 2.5
+    assert found[3].reason == "int8 is fast"
+
+
+def test_an_automatic_choice_is_compared_with_the_best_codec_in_each_round():
+    def row(variant, *milliseconds, **more):
+        blocks = tuple(each / 1e3 for each in milliseconds)
+        return dataclasses.replace(TIMED, variant=variant, step_seconds=(blocks[1],) * 3, block_seconds=blocks, **more)
+
+    auto = row("tfdist-auto", 102, 104, 90, trial_seconds=20.0, trial_steps=100)
+    (cell,) = choice_table.cells_of([row("tfdist", 200, 200, 200), row("tfdist+int8", 102, 100, 90), auto, FAILED])
+    assert cell.best == "int8" and cell.ratio("int8") == 1 and cell.ratio("none") == pytest.approx(0.51)
+    assert cell.with_trials() == pytest.approx((20 + 900 * 0.102) / 200)
+    head, _, line = choice_table.markdown_table([cell]).splitlines()
+    assert "float16" not in head and "K" not in head.split() and head.count("|") == line.count("|")
+    assert "1.00 (int8)" in line and "100 steps, 20.0 s" in line
 
 
 def test_rows_stay_in_order_of_model_workers_and_rate():
