@@ -1,8 +1,12 @@
-"""Measures how compression affects accuracy: trains the examples on 4 virtual devices with each codec.
+"""Measures how compression and local steps affect accuracy: trains the examples on 4 virtual devices.
 
     python -m benchmarks.convergence                               # digits: every codec, SGD and Adam, 3 seeds
     python -m benchmarks.convergence --model char_lm --optimizers adam --seeds 1
     python -m benchmarks.convergence --json benchmarks/results/convergence.json    # continues an earlier run
+    python -m benchmarks.convergence --codecs none --synchronizations 'none,local_sgd(8),diloco(50)' --optimizers adam
+
+`local_sgd(N)` and `diloco(N)` synchronize every N steps. `diloco(N:0.7:0.5)` has an outer learning rate of 0.7 and a
+momentum of 0.5. An epoch is a multiple of N steps by `--steps_per_epoch`, since replicas synchronize at its end.
 
 Devices of one machine compute the same bits as workers, so the results are those of 4 workers. By default every tensor
 of at least 256 elements is compressed, because the codecs' default of 16384 elements would leave most of such small
@@ -14,6 +18,7 @@ import functools
 import importlib
 import itertools
 import pathlib
+import re
 import sys
 import time
 
@@ -34,19 +39,57 @@ def are_codecs(names: list[str]) -> bool:
         raise flags.ValidationError(str(error)) from None
 
 
+def synchronization_of(text: str) -> tfdist.LocalSGD | tfdist.DiLoCo | None:
+    """Returns the local steps for a name such as `diloco(50:0.7:0.5)`, None for `none`.
+
+    Raises:
+      ValueError: If the name is none of these.
+    """
+    if text == "none":
+        return None
+    match re.fullmatch(r"(local_sgd|diloco)\((\d+)(?::([\d.]+):([\d.]+))?\)", text):
+        case re.Match() as found if found[1] == "diloco":
+            if found[3] is None:
+                return tfdist.DiLoCo(int(found[2]))
+            rate, momentum = float(found[3]), float(found[4])
+            outer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=momentum > 0)
+            return tfdist.DiLoCo(int(found[2]), outer_optimizer=outer)
+        case re.Match() as found if found[3] is None:
+            return tfdist.LocalSGD(int(found[2]))
+    raise ValueError(f"must be none, local_sgd(N), diloco(N) or diloco(N:RATE:MOMENTUM), got {text!r}")
+
+
+def is_synchronization(text: str) -> bool:
+    """Whether `text` names local steps; raises a validation error that says what it must be."""
+    try:
+        synchronization_of(text)
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from None
+    return True
+
+
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("model", "digits", ["digits", "char_lm"], "The model; digits reports accuracy, char_lm loss.")
 flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; also powersgd(16).")
 flags.register_validator("codecs", are_codecs)
 flags.DEFINE_list("optimizers", ["sgd", "adam"], "Optimizers; sgd has a momentum of 0.9.")
 flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam"}, "must be sgd or adam")
+flags.DEFINE_list("synchronizations", ["none"], "Local steps, as in none,local_sgd(8),diloco(50),diloco(50:0.7:0.5).")
+flags.register_validator("synchronizations", lambda names: all(map(is_synchronization, names)))
 flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each combination runs once per seed.")
+flags.DEFINE_integer("epochs", None, "Epochs; by default 15 for digits and 10 for char_lm.", 1)
+flags.DEFINE_integer("steps_per_epoch", None, "Steps in an epoch; by default all data of digits, 50 for char_lm.", 1)
 flags.DEFINE_integer("min_elements", 256, "Smaller tensors travel uncompressed; 0 for the codec's default.", 0)
 flags.DEFINE_string("json", None, "A file for the results; tables and curves are written beside it.")
 
 _DEVICES = 4
 _EPOCHS = {"digits": 15, "char_lm": 10}
-_CHAR_LM_STEPS = 50  # per epoch
+_STEPS = {"digits": None, "char_lm": 50}  # per epoch; None: all data
+
+
+def length(name: str) -> tuple[int, int | None]:
+    """Number of epochs, and of the steps in each; None for all data."""
+    return FLAGS.epochs or _EPOCHS[name], FLAGS.steps_per_epoch or _STEPS[name]
 
 
 def codec_of(text: str):
@@ -83,41 +126,50 @@ def text_data(seed: int):
     return [batches(char_lm.windows(text[:split]), 32, seed).repeat(), batches(char_lm.windows(text[split:]), 32)]
 
 
-def train(name: str, codec: str, optimizer: str, seed: int) -> Run:
+def new_strategy(codec: str, synchronization: str) -> tfdist.MirroredStrategy:
+    devices = [f"CPU:{i}" for i in range(_DEVICES)]
+    options = {"compression": codec_of(codec), "synchronization": synchronization_of(synchronization)}
+    return tfdist.MirroredStrategy(devices, **options)
+
+
+def train(name: str, codec: str, synchronization: str, optimizer: str, seed: int) -> Run:
     begin = time.monotonic()
     keras.utils.set_random_seed(seed)
-    strategy = tfdist.MirroredStrategy([f"CPU:{i}" for i in range(_DEVICES)], compression=codec_of(codec))
+    strategy = new_strategy(codec, synchronization)
     is_digits = name == "digits"
     data, held_out = digits_data(seed) if is_digits else text_data(seed)
+    epochs, steps = length(name)
     with strategy.scope():
         build = example(name).build_model
         model = build(data.element_spec[0].shape[1:]) if is_digits else build(64, 128, 2)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer_of(optimizer, name), loss, metrics=["accuracy"])
-    steps = None if is_digits else _CHAR_LM_STEPS
-    history = model.fit(data, verbose=0, epochs=_EPOCHS[name], steps_per_epoch=steps).history
+    data = data.repeat() if is_digits and steps else data
+    history = model.fit(data, verbose=0, epochs=epochs, steps_per_epoch=steps).history
     reached = model.evaluate(held_out, verbose=0, return_dict=True)["accuracy" if is_digits else "loss"]
     ratio = strategy.communication.traffic().ratio if strategy.communication else 1.0
     keras.backend.clear_session()
     curve = tuple(round(value, 5) for value in history["loss"])
     seconds = round(time.monotonic() - begin, 1)
-    return Run(
-        name, optimizer, codec, FLAGS.min_elements if codec != "none" else 0, seed, reached, ratio, curve, seconds
-    )
+    elements = FLAGS.min_elements if codec != "none" else 0
+    return Run(name, optimizer, codec, elements, seed, reached, ratio, curve, seconds, synchronization)
 
 
 def main(_) -> None:
     sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
     tfdist.testing.virtual_devices(_DEVICES)
     path = pathlib.Path(FLAGS.json) if FLAGS.json else None
-    settings = {"devices": _DEVICES, "epochs": _EPOCHS, "char_lm_steps": _CHAR_LM_STEPS}
+    epochs, steps = length(FLAGS.model)
+    settings = {"devices": _DEVICES, "epochs": epochs, "steps_per_epoch": steps}
     record = Record(path, settings, KEY)
     # Loop over seeds outermost, so that an interrupted run has results for every codec.
-    for seed, optimizer, codec in itertools.product(map(int, FLAGS.seeds), FLAGS.optimizers, FLAGS.codecs):
-        if record.has(FLAGS.model, optimizer, codec, FLAGS.min_elements if codec != "none" else 0, seed):
+    options = (map(int, FLAGS.seeds), FLAGS.optimizers, FLAGS.codecs, FLAGS.synchronizations)
+    for seed, optimizer, codec, local in itertools.product(*options):
+        if record.has(FLAGS.model, optimizer, codec, FLAGS.min_elements if codec != "none" else 0, seed, local):
             continue
-        run = train(FLAGS.model, codec, optimizer, seed)
-        print(f"{run.model}, {optimizer}, {codec}, seed {seed}: {run.reached:.4f} in {run.seconds:.0f} s", flush=True)
+        run = train(FLAGS.model, codec, local, optimizer, seed)
+        name = codec if local == "none" else f"{codec}, {local}"
+        print(f"{run.model}, {optimizer}, {name}, seed {seed}: {run.reached:.4f} in {run.seconds:.0f} s", flush=True)
         record.add(dataclasses.asdict(run))
         if path:
             write_report(path, record.document)

@@ -375,35 +375,37 @@ def test_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "before"
 
 
-def trained(model, codec, seed, reached, min_elements=256):
+def trained(model, codec, seed, reached, min_elements=256, synchronization="none"):
     elements = min_elements if codec != "none" else 0
-    return accuracy.Run(model, "sgd", codec, elements, seed, reached, 1.0, (2.0, 1.0), 9.0)
+    return accuracy.Run(model, "sgd", codec, elements, seed, reached, 1.0, (2.0, 1.0), 9.0, synchronization)
 
 
-def test_codecs_are_compared_with_none_of_the_same_seed():
+def test_codecs_and_local_steps_are_compared_with_exact_runs_of_the_same_seed():
     runs = [trained("digits", "none", seed, 0.9 + seed / 100) for seed in range(3)]
     runs += [trained("digits", "int8", seed, 0.9 + seed / 100 - 0.005) for seed in (1, 2)]
     runs += [trained("digits", "int8", 0, 0.9, min_elements=0), trained("digits", "sign", 9, 0.5)]
     runs += [trained("char_lm", "none", 0, 2.0), trained("char_lm", "int8", 0, 2.02)]
-    against = {(line[0], line[2], line[3]): line[6] for line in accuracy.summary(runs)}
+    runs += [trained("char_lm", "none", 0, 2.04, synchronization="local_sgd(8)")]
+    against = {line[:1] + line[2:5]: line[7] for line in accuracy.summary(runs)}
     assert against == {
-        ("digits", "none", ""): "",
-        ("digits", "int8", "256"): "-0.50 points",
-        ("digits", "int8", "default"): "+0.00 points",
-        ("digits", "sign", "256"): "",
-        ("char_lm", "none", ""): "",
-        ("char_lm", "int8", "256"): "+1.00 %",
+        ("digits", "none", "", ""): "",
+        ("digits", "int8", "", "256"): "-0.50 points",
+        ("digits", "int8", "", "default"): "+0.00 points",
+        ("digits", "sign", "", "256"): "",
+        ("char_lm", "none", "", ""): "",
+        ("char_lm", "int8", "", "256"): "+1.00 %",
+        ("char_lm", "none", "local_sgd(8)", ""): "+2.00 %",
     }
 
 
 def test_accuracy_is_reported_beside_its_results(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [dataclasses.asdict(trained("digits", codec, 0, 0.9)) for codec in ("none", "int8")]
-    settings = {"devices": 4, "epochs": {"digits": 15, "char_lm": 10}, "char_lm_steps": 50}
+    settings = {"devices": 4, "epochs": 15, "steps_per_epoch": None}
     accuracy.write_report(tmp_path / "convergence.json", {**RESULT, "settings": settings, "rows": rows})
     assert {path.name for path in tmp_path.iterdir()} == {"convergence.md", "convergence.png"}
     text = (tmp_path / "convergence.md").read_text()
-    assert "| digits | sgd | int8 | 256 | 0.9000 | 0.9000 | +0.00 points | 1.0x |" in text and "abc" in text
+    assert "| digits | sgd | int8 |  | 256 | 0.9000 | 0.9000 | +0.00 points | 1.0x |" in text and "abc" in text
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
@@ -473,6 +475,7 @@ def run(*flags, **environ):
     [
         ("drill", "--signals=kill", "must be KILL and STOP, or CUT"),
         pytest.param("convergence", "--codecs=none,int9", "got 'int9'", marks=pytest.mark.exhaustive),
+        pytest.param("convergence", "--synchronizations=diloco", "got 'diloco'", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_unknown_name_raises_before_training(benchmark, flag, words):
