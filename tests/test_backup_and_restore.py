@@ -990,12 +990,12 @@ def test_an_unreported_commit_is_reported_when_it_is_restored(note, expected, tm
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"model_sharding": "optimizer"}, {}),
+        pytest.param({"model_sharding": "optimizer"}, {}, marks=pytest.mark.exhaustive),
         ({}, {"model_sharding": "optimizer"}),
         ({"model_sharding": "optimizer"}, {"devices": ["CPU:0"]}),
         ({"model_sharding": "parameters"}, {"model_sharding": "parameters"}),
         ({"model_sharding": "parameters"}, {"devices": ["CPU:0"]}),
-        ({}, {"model_sharding": "parameters"}),
+        pytest.param({}, {"model_sharding": "parameters"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_sharded_state_is_restored_with_other_parts(before, after, pools, tmp_path):

@@ -21,7 +21,7 @@ def assert_close(result, expected, tolerance):
             np.testing.assert_allclose(own, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("placement", "name"), placements(MODELS, ["mlp", "embedding", "recurrent", "own_step"]))
+@pytest.mark.parametrize(("placement", "name"), placements(MODELS, ["recurrent", "embedding", "own_step"]))
 def test_divided_weights_give_the_same_bits(placement, name, pools):
     whole = pools(placement).run(checks.trained, placement, name, None)
     divided = pools(placement).run(checks.trained, placement, name, "parameters")
@@ -31,7 +31,7 @@ def test_divided_weights_give_the_same_bits(placement, name, pools):
         assert result["divided"] >= 2 and not expected["divided"]
 
 
-@pytest.mark.parametrize("name", ["shared", "constrained"])
+@pytest.mark.parametrize("name", ["shared", pytest.param("constrained", marks=pytest.mark.exhaustive)])
 def test_weights_that_are_read_several_times_give_the_same_results(name, pools):
     """Each read has a sum of its own, so the sums are added in another order."""
     (whole,) = pools("1x2").run(checks.trained, "1x2", name, None)
@@ -69,7 +69,7 @@ def test_unequal_shares_count_by_their_rows(placement, pools):
 
 
 @pytest.mark.parametrize("saved_with", ["parameters", pytest.param(None, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("loaded_with", ["parameters", "optimizer", None])
+@pytest.mark.parametrize("loaded_with", ["parameters", pytest.param("optimizer", marks=pytest.mark.exhaustive), None])
 @pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
 def test_files_do_not_depend_on_sharding(placement, saved_with, loaded_with, pools, tmp_path):
     for result, expected in pools(placement).run(checks.round_trip, placement, str(tmp_path), saved_with, loaded_with):

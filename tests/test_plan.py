@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tfdist.launch import cli
 from tfdist.plan.bucket_traffic import traffic_of
 from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
 from tfdist.plan.job_plan import Job, plan_job
@@ -251,10 +252,11 @@ def test_the_command_plans_exchanges_in_two_levels(tmp_path):
         (["model.py:make_model", "--exchange-group-size", "3"], "must divide the number of workers"),
     ],
 )
-def test_bad_input_is_an_error_with_the_value(tmp_path, arguments, message):
-    done = plan(tmp_path, "-n", "4", "--link", "1gbit", "--compute-ms", "20", *arguments)
-    assert done.returncode == 1
-    assert message in done.stderr
+def test_bad_input_is_an_error_with_the_value(tmp_path, arguments, message, monkeypatch, caplog):
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "-n", "4", "--link", "1gbit", "--compute-ms", "20", *arguments]) == 1
+    assert message in caplog.text
     assert sorted(path.name for path in pathlib.Path(tmp_path).iterdir() if path.name != "__pycache__") == ["model.py"]
 
 

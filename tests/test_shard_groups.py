@@ -16,8 +16,8 @@ from tfdist.launch import cli
 
 GROUPS = {"shard_group_size": 2}
 USUAL = {
-    "1x4": ["adam", "muon", "global_clipnorm", "loss_scale"],
-    "2x2": ["adafactor", "clipnorm", "lamb", "average"],
+    "1x4": ["muon", "global_clipnorm"],
+    "2x2": ["adafactor", "average"],
     "4x1": [],
 }
 OPTIMIZERS = [
@@ -89,9 +89,7 @@ def test_a_second_strategy_has_groups_of_its_own(pools):
         assert_close([second], [first], tolerance=0)
 
 
-@pytest.mark.parametrize(
-    ("placement", "optimizer"), cases(IN_PARTS, {"1x4": ["global_clipnorm", "accumulation"], "2x2": ["muon"]})
-)
+@pytest.mark.parametrize(("placement", "optimizer"), cases(IN_PARTS, {"1x4": ["accumulation"], "2x2": ["loss_scale"]}))
 def test_weights_in_groups_give_the_same_results_with_each_optimizer(placement, optimizer, pools):
     whole = pools(placement).run(parameter_checks.trained_with, placement, optimizer, None)
     grouped = pools(placement).run(parameter_checks.trained_with, placement, optimizer, "parameters", **GROUPS)
