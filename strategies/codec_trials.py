@@ -20,8 +20,9 @@ from tfdist.strategies.codec_mixtures import MeasuredStep, MixtureModel, UnitByt
 
 _FIRST = 4  # Calls before the first trial: the first step is traced, and the next ones may allocate memory.
 _LAG = 2  # Calls after an order. Their numbers are of steps before the order, or of the first step after it.
-_SAMPLES, _SLOW_SAMPLES = 5, 3  # Steps of a trial; of steps that take longer than `_SLOW_SECONDS`.
+_SAMPLES, _SLOW_SAMPLES = 5, 3  # Least steps of a trial; of steps that take longer than `_SLOW_SECONDS`.
 _SLOW_SECONDS = 0.5
+_QUICK_SAMPLES, _QUICK_SECONDS = 9, 0.5  # Most steps of a trial, while they take less than this time together.
 _ROUNDS = 3  # Most trials of a choice.
 _MIXTURES = 2  # Most mixtures of codecs that are tried.
 _CLOSE = 1.06  # Choices that take at most this many times the time of the best one are tried again.
@@ -154,15 +155,20 @@ class CodecTrials:
                 f"the exchange is hidden behind the computation: replicas wait {_ms(exposed)} of a step of "
                 f"{_ms(seconds)} for it"
             )
-        rivals = [raw, *coded]
+        rivals = coded
         for turn in range(_ROUNDS):
             for choice in rivals:
-                if choice not in samples or turn:
-                    limit = min([fastest, *map(statistics.median, samples.values())])
-                    numbers = yield from _trial(choice, limit)
-                    samples.setdefault(choice, []).extend(each.seconds for each in numbers)
+                fastest = min([fastest, *map(statistics.median, samples.values())])
+                numbers = yield from _trial(choice, fastest)
+                samples.setdefault(choice, []).extend(each.seconds for each in numbers)
             times = {choice: statistics.median(each) for choice, each in samples.items()}
-            rivals = [choice for choice in rivals if times[choice] <= _CLOSE * min(times.values())]
+            fastest = min(times.values())
+            if not turn and not expected and fastest < seconds <= _HOPELESS * fastest:
+                # The first steps of a program are slower than later ones, so the first trial was not fair.
+                numbers = yield from _trial(raw, fastest)
+                samples[raw] = [each.seconds for each in numbers]
+                times[raw] = statistics.median(samples[raw])
+            rivals = [choice for choice in [raw, *coded] if times[choice] <= _CLOSE * min(times.values())]
             if len(rivals) == 1:
                 break
         best = min(times, key=times.__getitem__)
@@ -219,10 +225,16 @@ def _trial(choice: Choice, fastest: float) -> Generator[TrialOrder, Numbers, lis
     taken: list[Numbers] = []
     while True:
         taken.append((yield order))
-        least = min(each.seconds for each in taken)
-        wanted = _SLOW_SAMPLES if least > _SLOW_SECONDS else _SAMPLES
-        if len(taken) >= wanted or (len(taken) > 1 and least > _HOPELESS * fastest):
+        is_hopeless = len(taken) > 1 and min(each.seconds for each in taken) > _HOPELESS * fastest
+        if is_hopeless or _is_enough([each.seconds for each in taken]):
             return taken
+
+
+def _is_enough(seconds: Sequence[float]) -> bool:
+    """Whether a trial has enough steps."""
+    if min(seconds) > _SLOW_SECONDS:
+        return len(seconds) >= _SLOW_SAMPLES
+    return len(seconds) >= (_SAMPLES if sum(seconds) >= _QUICK_SECONDS else _QUICK_SAMPLES)
 
 
 def _as_fast(samples: Sequence[float], of_best: Sequence[float]) -> float:

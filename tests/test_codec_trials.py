@@ -75,7 +75,7 @@ def of(raw, float16, int8):
 )
 def test_takes_the_fastest_and_then_the_least_lossy(seconds, expected):
     training = Training(seconds, noise=0.02)
-    assert training.run(100) == expected
+    assert training.run(150) == expected
     assert training.is_final
     assert len(training.reasons) == 1
 
@@ -93,6 +93,22 @@ def test_tries_no_codec_if_the_exchange_is_hidden():
     assert training.run(60) == RAW
     assert set(training.choices) == {RAW}
     assert "hidden" in training.reasons[0]
+
+
+def test_slow_first_steps_do_not_speak_against_no_codec():
+    def seconds(choice):
+        return 0.055 if len(training.choices) < 20 else {RAW: 0.045, FLOAT16: 0.047, INT8: 0.046}[choice]
+
+    training = Training(seconds, exposed=lambda choice: 0.01)
+    assert training.run(200) == RAW
+    assert FLOAT16 in training.choices and INT8 in training.choices
+
+
+def test_trials_of_fast_steps_are_longer():
+    fast, slow = Training(of(0.01, 0.02, 0.02)), Training(of(0.2, 0.4, 0.4))
+    for each in (fast, slow):
+        each.run(60)
+    assert fast.choices.index(FLOAT16) > slow.choices.index(FLOAT16)
 
 
 def test_stays_while_times_vary_a_little():
