@@ -146,7 +146,7 @@ class CodecTrials:
         raw, *coded = self._alternatives.all_uniform()
         samples: dict[Choice, list[float]] = {}
         fastest = min(expected.values(), default=math.inf)
-        numbers = yield from _trial(raw, fastest)
+        numbers = yield from _trial(raw, fastest, _LAG if expected else 0)  # Without it all steps were uncompressed.
         samples[raw] = [each.seconds for each in numbers]
         exposed = statistics.median(each.exposed for each in numbers)
         seconds = statistics.median(samples[raw])
@@ -218,10 +218,10 @@ def _idle(order: TrialOrder, calls: int) -> _Steps:
         yield order
 
 
-def _trial(choice: Choice, fastest: float) -> Generator[TrialOrder, Numbers, list[Numbers]]:
+def _trial(choice: Choice, fastest: float, lag: int = _LAG) -> Generator[TrialOrder, Numbers, list[Numbers]]:
     """Measures some steps with a choice; fewer if they are much slower than the `fastest` known ones."""
     order = TrialOrder(choice, 0, False)
-    yield from _idle(order, _LAG)
+    yield from _idle(order, lag)
     taken: list[Numbers] = []
     while True:
         taken.append((yield order))
