@@ -5,8 +5,8 @@
     python -m benchmarks.convergence --json benchmarks/results/convergence.json    # continues an earlier run
     python -m benchmarks.convergence --codecs none --synchronizations 'none,local_sgd(8),diloco(50)' --optimizers adam
 
-`local_sgd(N)` and `diloco(N)` synchronize every N steps. `diloco(N:0.7:0.5)` has an outer learning rate of 0.7 and a
-momentum of 0.5. An epoch is a multiple of N steps by `--steps_per_epoch`, since replicas synchronize at its end.
+`local_sgd(N)` and `diloco(N)` synchronize every N steps, and `diloco(N)+500` begins so after 500 steps. Let an epoch be
+a multiple of N steps by `--steps_per_epoch`, since replicas synchronize at its end.
 
 Devices of one machine compute the same bits as workers, so the results are those of 4 workers. By default every tensor
 of at least 256 elements is compressed, because the codecs' default of 16384 elements would leave most of such small
@@ -40,23 +40,18 @@ def are_codecs(names: list[str]) -> bool:
 
 
 def synchronization_of(text: str) -> tfdist.LocalSGD | tfdist.DiLoCo | None:
-    """Returns the local steps for a name such as `diloco(50:0.7:0.5)`, None for `none`.
+    """Returns the local steps for a name such as `diloco(50)+500`, `None` for `none`.
 
     Raises:
       ValueError: If the name is none of these.
     """
     if text == "none":
         return None
-    match re.fullmatch(r"(local_sgd|diloco)\((\d+)(?::([\d.]+):([\d.]+))?\)", text):
-        case re.Match() as found if found[1] == "diloco":
-            if found[3] is None:
-                return tfdist.DiLoCo(int(found[2]))
-            rate, momentum = float(found[3]), float(found[4])
-            outer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=momentum > 0)
-            return tfdist.DiLoCo(int(found[2]), outer_optimizer=outer)
-        case re.Match() as found if found[3] is None:
-            return tfdist.LocalSGD(int(found[2]))
-    raise ValueError(f"must be none, local_sgd(N), diloco(N) or diloco(N:RATE:MOMENTUM), got {text!r}")
+    found = re.fullmatch(r"(local_sgd|diloco)\((\d+)\)(?:\+(\d+))?", text)
+    if found is None:
+        raise ValueError(f"must be none, local_sgd(N) or diloco(N), also with +STEPS, got {text!r}")
+    kind = {"local_sgd": tfdist.LocalSGD, "diloco": tfdist.DiLoCo}[found[1]]
+    return kind(int(found[2]), start_step=int(found[3] or 0))
 
 
 def is_synchronization(text: str) -> bool:
@@ -74,7 +69,7 @@ flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; 
 flags.register_validator("codecs", are_codecs)
 flags.DEFINE_list("optimizers", ["sgd", "adam"], "Optimizers; sgd has a momentum of 0.9.")
 flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam"}, "must be sgd or adam")
-flags.DEFINE_list("synchronizations", ["none"], "Local steps, as in none,local_sgd(8),diloco(50),diloco(50:0.7:0.5).")
+flags.DEFINE_list("synchronizations", ["none"], "Local steps, as in none,local_sgd(8),diloco(50)+500.")
 flags.register_validator("synchronizations", lambda names: all(map(is_synchronization, names)))
 flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each combination runs once per seed.")
 flags.DEFINE_integer("epochs", None, "Epochs; by default 15 for digits and 10 for char_lm.", 1)

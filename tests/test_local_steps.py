@@ -121,6 +121,28 @@ def test_first_steps_average_gradients(pools):
     assert equal == [True] * 6 + [False, True] + [False] * 3 + [True]
 
 
+def test_an_outer_optimizer_begins_after_the_first_steps(pools):
+    """An outer learning rate of 1 without momentum takes the average of the weights, as LocalSGD does."""
+    averaged = pools("2x1").run(checks.trained, "2x1", tfdist.LocalSGD(every=4, start_step=6), epochs=2)
+    outer = keras.optimizers.SGD(1.0)
+    applied = pools("2x1").run(checks.trained, "2x1", tfdist.DiLoCo(4, outer, start_step=6), epochs=2)
+    for mine, theirs in zip(applied, averaged, strict=True):
+        for own, other in zip(mine["copies"], theirs["copies"], strict=True):
+            assert_close([weight[0] for weight in own], [weight[0] for weight in other])
+
+
+def test_first_steps_apply_nothing_at_the_end_of_an_epoch(pools):
+    """An epoch that ends within the first steps leaves nothing to an outer optimizer."""
+    synchronization = tfdist.DiLoCo(every=4, fragments=2, start_step=20)
+    result = pools("1x2").run(checks.trained, "1x2", synchronization, epochs=2)[0]
+    exact = pools("1x2").run(checks.trained, "1x2", tfdist.LocalSGD(every=4, start_step=20), epochs=2)[0]
+    for step, (own, other) in enumerate(zip(result["copies"], exact["copies"], strict=True)):
+        if step < 20:
+            assert_close([weight[0] for weight in own[:4]], [weight[0] for weight in other[:4]])
+            assert all(np.array_equal(*weight) for weight in own[:4])
+    assert not np.array_equal(*result["copies"][20][0])
+
+
 @pytest.mark.parametrize("data", ["arrays", "repeated", "pipeline", "balanced"])
 def test_workers_exchange_nothing_between_synchronizations(data, pools):
     for counts in pools("2x1").run(checks.exchanges_of_fit, "2x1", data, DILOCO):

@@ -71,6 +71,11 @@ class OuterUpdate:
 
         tf.cond(self.is_kept[replica], lambda: tf.constant(True), keep)
 
+    def begin_anew(self, replica: int, if_true: tf.Tensor) -> None:
+        """Forgets the kept weights if `if_true`, bool [], so that the next step keeps them."""
+        is_kept = self.is_kept[replica]
+        is_kept.assign(is_kept & ~if_true)
+
     def apply(self, step: Step, share: tf.Tensor) -> None:
         """Averages the changes of the weights over all replicas, and lets the outer optimizer apply the average.
 

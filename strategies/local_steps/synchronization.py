@@ -54,10 +54,13 @@ class DiLoCo:
       fragments: Number of parts of about equal sizes into which the weights are divided. Each part synchronizes every
         `every` steps, one after another at equal distances. So an exchange is shorter, and the link is used evenly. At
         most `every` and the number of weights.
+      start_step: Number of first steps in which replicas average their gradients, uncompressed, in each step, as in
+        exact training. The outer optimizer begins afterwards. In the first steps from random weights all changes point
+        in similar directions, so its momentum carries the weights too far.
 
     Raises:
-      ValueError: If `every` is less than 1, `fragments` is less than 1 or more than `every`, or the outer optimizer
-        averages weights, accumulates gradients or scales the loss.
+      ValueError: If `every` is less than 1, `fragments` is less than 1 or more than `every`, `start_step` is negative,
+        or the outer optimizer averages weights, accumulates gradients or scales the loss.
       TypeError: If `outer_optimizer` is not an optimizer of Keras.
 
     References:
@@ -69,6 +72,7 @@ class DiLoCo:
     every: int = 100
     outer_optimizer: Any = None
     fragments: int = 1
+    start_step: int = 0
 
     def __post_init__(self) -> None:
         _check_integer("DiLoCo", "every", self.every, 1)
@@ -78,6 +82,7 @@ class DiLoCo:
                 f"`fragments` of DiLoCo must be at most `every`, {self.every}, since at most one fragment synchronizes "
                 f"after a step, got {self.fragments}."
             )
+        _check_integer("DiLoCo", "start_step", self.start_step, 0)
         outer = self.outer_optimizer
         if outer is None:
             return
@@ -143,7 +148,8 @@ def described(synchronization: Synchronization | None) -> str:
         return repr(synchronization)
     outer = synchronization.outer_optimizer
     configured = None if outer is None else f"{type(outer).__name__}({dict(sorted(outer.get_config().items()))})"
-    return f"DiLoCo(every={synchronization.every}, outer_optimizer={configured}, fragments={synchronization.fragments})"
+    numbers = ", ".join(f"{name}={getattr(synchronization, name)}" for name in ("every", "fragments", "start_step"))
+    return f"DiLoCo({numbers}, outer_optimizer={configured})"
 
 
 def _check_integer(kind: str, name: str, value: Any, least: int) -> None:

@@ -40,14 +40,14 @@ class TrainedWeights:
 
     def __init__(self, synchronization: Synchronization, strategy: Any):
         self._every = synchronization.every
-        self._start_step = getattr(synchronization, "start_step", 0)
+        self._start_step = synchronization.start_step
         self._diloco = synchronization if isinstance(synchronization, DiLoCo) else None
         self._fragments = 1 if self._diloco is None else self._diloco.fragments
         self._strategy = strategy
         self.weights: list[Any] = []
         self.statistics: list[Any] = []
         self.outer: list[OuterUpdate] = []
-        self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
+        self._functions: dict[tuple[int, int, bool], Callable[..., Any]] = {}
         devices = strategy.extended.worker_devices
         self.taken, self.period = apart(lambda: [_counters(devices, []) for _ in range(2)])
         self.steps, self.rows = apart(lambda: [_counters(devices, [self._fragments]) for _ in range(2)])
@@ -108,13 +108,21 @@ class TrainedWeights:
         replica, rows = step.replica, tf.cast(1 if step.rows is None else step.rows, tf.int64)
         self.rows[replica].assign_add(tf.fill([self._fragments], rows))
         self.steps[replica].assign_add(tf.ones([self._fragments], tf.int64))
-        self.taken[replica].assign_add(1)
+        is_first = tf.convert_to_tensor(self.taken[replica].assign_add(1)) <= self._start_step
         taken = tf.convert_to_tensor(self.period[replica].assign_add(1))
         stops = tf.zeros([])
         for fragment in range(self._fragments):
             synchronize = functools.partial(self._synchronize, step, fragment, asks_to_stop)
             due = is_due(taken, fragment, self._fragments, self._every)
+            if self._start_step:
+                due &= ~is_first
             stops = tf.maximum(stops, tf.cond(due, synchronize, lambda: tf.zeros([])))
+        if self._start_step:
+            synchronize = functools.partial(self._synchronize_at_first, step, asks_to_stop)
+            due = is_first & is_due(taken, 0, self._fragments, self._every)
+            stops = tf.maximum(stops, tf.cond(due, synchronize, lambda: tf.zeros([])))
+            for outer in self.outer:
+                outer.begin_anew(replica, is_first)
         return stops
 
     def include_statistics(self, statistics: Sequence[Any]) -> None:
@@ -122,13 +130,33 @@ class TrainedWeights:
         known = {id(each) for each in (*self.statistics, *(weight.value for weight in self.weights))}
         self.statistics += [each for each in statistics if id(each) not in known]
 
-    def synchronize(self, step: Step, asks_to_stop: Any) -> tf.Tensor:
-        """Makes the weights of all replicas equal; see `end_step`. All replicas must call it in the same step."""
+    def synchronize(self, step: Step, asks_to_stop: Any, is_first: bool) -> tf.Tensor:
+        """Makes the weights of all replicas equal; see `end_step`. All replicas must call it in the same step.
+
+        `is_first` says whether replicas have only taken steps that average gradients.
+        """
         stops = tf.zeros([])
-        for fragment in range(self._fragments):
+        if is_first:
+            stops = self._synchronize_at_first(step, asks_to_stop)
+        for fragment in range(0 if is_first else self._fragments):
             stops = tf.maximum(stops, self._synchronize(step, fragment, asks_to_stop))
         self.period[step.replica].assign(0)
         return stops
+
+    def _synchronize_at_first(self, step: Step, asks_to_stop: Any) -> tf.Tensor:
+        """Averages the statistics only, since the weights are equal on all replicas."""
+        replica = step.replica
+        share, stop = self._agree(step, self.rows[replica][0], asks_to_stop)
+        _average(step, [each.values[replica] for each in self.statistics], share)
+        for counter in (self.steps, self.rows):
+            counter[replica].assign(tf.zeros_like(counter[replica]))
+        return stop
+
+    def _agree(self, step: Step, rows: Any, asks_to_stop: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the part of all rows that this replica has, and above 0 if any worker asks to stop."""
+        own = tf.cast(rows, tf.float32)
+        total, stop = tf.unstack(step.all_reduce(_SUM, tf.stack([own, tf.cast(asks_to_stop, tf.float32)])))
+        return tf.where(total > 0, tf.math.divide_no_nan(own, total), 1 / replicas()), stop
 
     def _synchronize(self, step: Step, fragment: int, asks_to_stop: Any) -> tf.Tensor:
         """Synchronizes the weights of a fragment, and with the first fragment also the statistics.
@@ -136,9 +164,7 @@ class TrainedWeights:
         Costs an exchange of two numbers, then one of the weights, and with DiLoCo another one of statistics.
         """
         replica = step.replica
-        rows = tf.cast(self.rows[replica][fragment], tf.float32)
-        total, stop = tf.unstack(step.all_reduce(_SUM, tf.stack([rows, tf.cast(asks_to_stop, tf.float32)])))
-        share = tf.where(total > 0, tf.math.divide_no_nan(rows, total), 1 / replicas())
+        share, stop = self._agree(step, self.rows[replica][fragment], asks_to_stop)
         averaged = [each.values[replica] for each in self.statistics] if fragment == 0 else []
         if self._diloco is None:
             averaged = [each.value.values[replica] for each in self.weights] + averaged
@@ -174,14 +200,15 @@ class TrainedWeights:
         Returns:
           Whether any worker has asked to stop.
         """
-        present = len(self.weights), len(self.statistics)
+        is_first = int(self.taken[0].numpy()) <= self._start_step
+        present = len(self.weights), len(self.statistics), is_first
         if present not in self._functions:  # A step that was traced later has more weights.
-            self._functions[present] = tf.function(functools.partial(self._on_all, run), autograph=False)
+            self._functions[present] = tf.function(functools.partial(self._on_all, run, is_first), autograph=False)
         return bool(self._functions[present](asks_to_stop) > 0)
 
-    def _on_all(self, run, asks_to_stop):
+    def _on_all(self, run, is_first, asks_to_stop):
         def on_replica():
-            return self.synchronize(current_step(), asks_to_stop)
+            return self.synchronize(current_step(), asks_to_stop, is_first)
 
         stops = run(tf.autograph.experimental.do_not_convert(on_replica))
         return self._strategy.experimental_local_results(stops)[0]
