@@ -12,7 +12,7 @@ Each host is a network namespace, and so is the switch between them:
 
 A token bucket (`tc ... tbf`) at each end of a link limits both directions. The lab does not use or change any link,
 address, route or firewall rule of the machine. Its subnet may therefore also exist outside, and its hosts cannot reach
-anything outside. Needs Linux, root and iproute2. Delay and loss are not emulated.
+anything outside. Needs Linux, root and iproute2. `Netlab.delayed` adds a delay. Loss is not emulated.
 
 The kernel passes TCP segments on in packets of up to 64 KB. An interface counts one header of 66 bytes for each packet
 (Ethernet 14, IP 20, TCP 32), so `Host.counters` is within 1 % of the payload of a busy link. The token bucket charges
@@ -32,6 +32,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 
 if not __package__:  # `python benchmarks/netlab.py` works too
     sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -60,6 +61,7 @@ _FRAME_BYTES = 1514
 _MIN_BURST_BYTES = 70_000
 _BURST_SECONDS = 0.004  # A busy machine may be this late without losing rate. After a pause, this much is not limited.
 _STREAM = pathlib.Path(__file__).with_name("netlab_stream.py")
+_DELAY = pathlib.Path(__file__).with_name("netlab_delay.py")
 
 
 class BusyError(NetlabError):
@@ -175,6 +177,28 @@ class Netlab:
             link, speed = max(zip(links, speeds, strict=True), key=lambda pair: _error(pair[1], asked))
             if _error(speed, asked) > TOLERANCE:
                 self._explain(asked, link, speed)
+
+    @contextlib.contextmanager
+    def delayed(self, seconds: float) -> Iterator[None]:
+        """Passes each frame on after some seconds, in a block. Rates stay; they are measured without the delay.
+
+        A program in the place of the switch passes frames on, so a round trip takes 0.1 to 1 ms more than the delays.
+        """
+        slot, ports = self._owned(), [f"port{index}" for index in range(self._count)]
+        command = [sys.executable, "-I", "-S", str(_DELAY), str(seconds), *ports]
+        for port in ports:
+            slot.run("ip", "-n", slot.switch, "link", "set", port, "nomaster")
+        switch = subprocess.Popen(["ip", "netns", "exec", slot.switch, *command], stdout=subprocess.PIPE)
+        try:
+            assert switch.stdout is not None
+            if not switch.stdout.readline():
+                raise NetlabError("The switch that delays frames has ended. Its error is above.")
+            yield
+        finally:
+            switch.kill()
+            switch.communicate()
+            for port in ports:
+                slot.run("ip", "-n", slot.switch, "link", "set", port, "master", "bridge")
 
     def _explain(self, asked: float, link: tuple[int, int], speed: Speed) -> None:
         """Warns if the machine itself is too slow for the rate, else raises."""

@@ -147,6 +147,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
         extended.exchange_in_groups(exchange_group_size)
+        extended.exchange_beside_steps(synchronization)
         extended.compress(compression, time_exchanges)
         extended.train_locally(synchronization)
         self._make_reports()

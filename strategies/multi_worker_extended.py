@@ -116,6 +116,18 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             )
         self._cross_device_ops.exchange_in(self._exchange_groups)
 
+    def exchange_beside_steps(self, synchronization):
+        """Makes exchanges that run beside steps, if `synchronization` lets steps overlap with them.
+
+        Called once, after `exchange_in_groups`. Devices of one worker and GPUs exchange in steps: beside them two
+        exchanges could wait for each other.
+        """
+        is_possible = self._num_workers > 1 and len(self._devices) == 1 and "CPU" in self._devices[0]
+        if is_possible and getattr(synchronization, "overlap_steps", 0):
+            self._collectives_beside = self._collectives_of(self._devices, is_beside=True)
+            if self._exchange_groups is not None:
+                self._collectives_beside.exchange_in(self._exchange_groups)
+
     def connect_peers(self, transport):
         """Makes steps exchange over the workers' own connections if all can connect; GPUs use TensorFlow's collectives.
 
@@ -132,6 +144,8 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             raise ClusterError(_TLS_ERROR.format(why=why or problem))
         if self._peers is not None:
             self._cross_device_ops.use(self._peers)
+            if self._collectives_beside is not None:
+                self._collectives_beside.use(self._peers)
             if self._exchange_groups is not None or (self.parts is not None and self.parts.groups is not None):
                 self.of_all_workers(0)  # Until all workers know the groups, none may send to a group.
             if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
@@ -292,16 +306,15 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         return config
 
     def _install_collectives(self):
-        def collectives(devices):
-            size = len(devices) * self._num_workers
-            worker = self._id_in_cluster if self._num_workers > 1 else 0
-            return Collectives(devices, size, self._communication_options, self._collective_keys, worker)
-
-        self._cross_device_ops = collectives(self._devices)
+        self._cross_device_ops = self._collectives_of(self._devices)
         # A worker's only CPU is also its host. One object serves both, since TensorFlow treats both as one group and
         # the keys of a group are counted once.
         alone = len(self._devices) == 1 and "CPU" in self._devices[0]
-        self._host_cross_device_ops = self._cross_device_ops if alone else collectives([self._worker_device])
+        self._host_cross_device_ops = self._cross_device_ops if alone else self._collectives_of([self._worker_device])
+
+    def _collectives_of(self, devices, is_beside=False):
+        size, worker = len(devices) * self._num_workers, self._id_in_cluster if self._num_workers > 1 else 0
+        return Collectives(devices, size, self._communication_options, self._collective_keys, worker, is_beside)
 
 
 def _is_local(device, worker_device):

@@ -46,6 +46,8 @@ class ReplicatedExtended:
 
     communication: CompressionState | None = None
     reducer: GradientReducer
+    reducer_beside: GradientReducer  # Of exchanges that run beside steps; `reducer` if none do.
+    _collectives_beside: Collectives | None = None
     parts: PartReducer | None = None  # Parts of what `model_sharding` divides.
     parts_of_all: PartReducer | None = None  # Parts of tables, which are divided among all replicas.
     tables: TableReducer | None = None
@@ -126,12 +128,16 @@ class ReplicatedExtended:
                 f"{compression!r}. Leave compression out, or use model_sharding='optimizer'."
             )
         if policy is not None:
-            self.communication = CompressionState(policy, collectives, time_exchanges)
+            # By local steps, only what travels beside steps is encoded.
+            self.communication = CompressionState(policy, self._collectives_beside or collectives, time_exchanges)
         # Gradients are encoded only if they leave a worker or device.
         encoding = self.communication if self._crosses_border else None
-        self.reducer = GradientReducer(
-            collectives, encoding, self.worker_devices, self._num_replicas_in_sync, self.parts
-        )
+
+        def reducer(collectives):
+            return GradientReducer(collectives, encoding, self.worker_devices, self._num_replicas_in_sync, self.parts)
+
+        self.reducer = reducer(collectives)
+        self.reducer_beside = self.reducer if self._collectives_beside is None else reducer(self._collectives_beside)
 
     @property
     def cross_device_ops_name(self):

@@ -28,7 +28,11 @@ COMPRESSION = {
 }
 
 # Synchronizations fall between the saves of the tests.
-SYNCHRONIZATION = {"LocalSGD": tfdist.LocalSGD(every=5), "DiLoCo": tfdist.DiLoCo(every=5)}
+SYNCHRONIZATION = {
+    "LocalSGD": tfdist.LocalSGD(every=5),
+    "DiLoCo": tfdist.DiLoCo(every=5),
+    "streaming": tfdist.DiLoCo(every=5, fragments=2, overlap_steps=2),  # A fragment departs after step 3, one after 5.
+}
 
 
 class BrokenOffError(Exception):

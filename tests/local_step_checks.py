@@ -1,5 +1,8 @@
 """Trainings by local steps, which tests run in worker processes, and a plain reference of the same algorithms."""
 
+import pathlib
+import time
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -9,11 +12,12 @@ import tfdist
 from exchange_checks import Recorder
 from keras_features import start_anew, strategy_of
 from strategy_checks import own_index
-from tfdist.strategies.local_steps.fragments import deal_out, is_due
+from tfdist.strategies.local_steps.fragments import deal_out, has_arrived, is_due
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 3, 8, 12
 LOCAL = tfdist.LocalSGD(every=4)
 DILOCO = tfdist.DiLoCo(every=4)
+STREAMING = tfdist.DiLoCo(every=4, fragments=2, overlap_steps=3)  # Both fragments travel at once for a step.
 
 
 def data(steps=STEPS, batch=BATCH):
@@ -38,6 +42,7 @@ def loss():
 
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01),
+    "sgd": lambda: keras.optimizers.SGD(0.1),
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
     "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
     "global_clipnorm": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
@@ -94,7 +99,10 @@ def trained(
 
 
 def reference(synchronization, *, replicas=2, epochs=1, optimizer="adam", steps=STEPS, extra=0, until=None):
-    """The same training on one device, one replica after another. Returns the weights at each synchronization."""
+    """The same training on one device, one replica after another. Returns the weights at each synchronization.
+
+    With `overlap_steps`, returns the weights after each step instead, [step][weight][replica], and at ends of epochs.
+    """
     start_anew()
     first = mlp()
     start = [weight.numpy() for weight in first.weights]
@@ -115,22 +123,32 @@ def reference(synchronization, *, replicas=2, epochs=1, optimizer="adam", steps=
     x, y = data(steps)
     rows = len(x) - BATCH + extra if extra else (until or steps) * BATCH
     synchronized, seen = [], np.zeros([len(fragments), replicas])
+    overlap, travelling, after_steps, at_ends = getattr(synchronization, "overlap_steps", 0), {}, [], []
 
-    def synchronize(fragment):
-        share, places = seen[fragment] / seen[fragment].sum(), fragments[fragment]
+    def depart(fragment):
+        counts = seen[fragment] if seen[fragment].any() else np.ones([replicas])
         ends = [model.get_weights() for model, _ in models]
+        share, places = counts / counts.sum(), fragments[fragment]
         mean = {i: sum(part * end[i] for part, end in zip(share, ends, strict=True)) for i in places}
+        travelling[fragment] = {i: start[i] - mean[i] if outer and trainable[i] else mean[i] for i in places}
+        seen[fragment] = 0
+
+    def arrive(fragment, own_part):
+        mean = travelling.pop(fragment)
         if outer is not None:
-            changed = [i for i in places if trainable[i]]
-            changes = [tf.constant(start[i] - mean[i], tf.float32) for i in changed]
-            outer[fragment].apply(changes, anchors[fragment])
+            changed = [i for i in fragments[fragment] if trainable[i]]
+            outer[fragment].apply([tf.constant(mean[i], tf.float32) for i in changed], anchors[fragment])
             mean |= {i: anchor.numpy() for i, anchor in zip(changed, anchors[fragment], strict=True)}
-        for end, (model, _) in zip(ends, models, strict=True):
-            model.set_weights([mean.get(i, own) for i, own in enumerate(end)])
-        for i in places:
+        for model, _ in models:
+            own = model.get_weights()
+            model.set_weights([own_part * w + (1 - own_part) * mean[i] if i in mean else w for i, w in enumerate(own)])
+        for i in fragments[fragment]:
             start[i] = np.array(mean[i])
         synchronized.append(list(start))
-        seen[fragment] = 0
+
+    def synchronize(fragment):
+        depart(fragment)
+        arrive(fragment, own_part=0)
 
     for _ in range(epochs):
         for step, begin in enumerate(range(0, rows, BATCH), start=1):
@@ -146,12 +164,19 @@ def reference(synchronization, *, replicas=2, epochs=1, optimizer="adam", steps=
                 own.apply(tape.gradient(value, model.trainable_weights), model.trainable_weights)
                 seen[:, replica] += len(batch[0][part])
             for fragment in range(len(fragments)):
+                if overlap and has_arrived(step, fragment, len(fragments), synchronization.every, overlap):
+                    arrive(fragment, own_part=0.5)
+            for fragment in range(len(fragments)):
                 if is_due(step, fragment, len(fragments), synchronization.every):
-                    synchronize(fragment)
-        if seen.any():
+                    (depart if overlap else synchronize)(fragment)
+            after_steps.append([model.get_weights() for model, _ in models])
+        if seen.any() or travelling:
+            for fragment in list(travelling):
+                arrive(fragment, own_part=0.5)
             for fragment in range(len(fragments)):
                 synchronize(fragment)
-    return synchronized
+        at_ends.append(list(start))
+    return (after_steps, at_ends) if overlap else synchronized
 
 
 def loop(placement, synchronization, *, viewed=False):
@@ -199,6 +224,30 @@ def exchanges_of_fit(placement, kind, synchronization, **options):
         sharding = tfdist.data.BalancedSharding((x, y), BATCH, seed=1, policy="equal")
         model.fit(strategy.distribute_datasets_from_function(sharding), epochs=2, verbose=0, callbacks=[recorder])
     return np.diff(recorder.epochs[-1]).tolist()
+
+
+def steps_while_the_peer_waits(placement, synchronization, until, path):
+    """Worker 1 begins step 4 once worker 0 has ended step `until`. Returns the steps and the weights."""
+    strategy = strategy_of(placement, synchronization=synchronization)
+    start_anew()
+    with strategy.scope():
+        model = compiled()
+    signal, taken = pathlib.Path(path), []
+
+    def wait(batch, logs):
+        deadline = time.monotonic() + 100
+        while own_index() == 1 and batch == 3 and not signal.exists():
+            assert time.monotonic() < deadline, f"worker 0 has not ended step {until} in time"
+            time.sleep(0.02)
+
+    def tell(batch, logs):
+        taken.append(batch + 1)
+        if own_index() == 0 and batch + 1 == until:
+            signal.touch()
+
+    hooks = keras.callbacks.LambdaCallback(on_train_batch_begin=wait, on_train_batch_end=tell)
+    model.fit(*data(8), batch_size=BATCH, verbose=0, callbacks=[hooks])
+    return taken, model.get_weights()
 
 
 def bytes_of_fit(placement, synchronization, compression, steps):

@@ -116,19 +116,27 @@ REPLICATED = {
     "divided": {"breaks": [9], "save_freq": 4, "sharding": "parameters", "model": {"width": 1024, "accumulate": 2}},
     "LocalSGD": {"breaks": [9], "save_freq": 4, "synchronization": "LocalSGD"},
     "DiLoCo": {"breaks": [3, 8], "save_freq": 3, "synchronization": "DiLoCo", "compressed": "int8"},
+    "streaming": {"breaks": [3, 8], "save_freq": 3, "synchronization": "streaming", "compressed": "int8"},
     "balanced, evaluates": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "evaluates": True},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
     "balanced, shorter epochs": {"breaks": [5], "save_freq": 2, "data_kind": "balanced, shorter epochs"},
 }
 
 
-@pytest.mark.parametrize("row", by_default(REPLICATED, ["balanced", "DiLoCo"]))
+@pytest.mark.parametrize("row", by_default(REPLICATED, ["balanced", "streaming"]))
 def test_a_fit_interrupted_and_resumed_on_two_devices_equals_one_fit(row, pools, tmp_path):
     resumed, unbroken = pools("1x2").run(
         checks.broken_off_and_unbroken, "1x2", str(tmp_path / "backup"), **REPLICATED[row]
     )[0]
     assert_equal(resumed, unbroken)
     assert not unbroken["exchanges"] or resumed["exchanges"] < unbroken["exchanges"], "of this process only"
+
+
+def test_a_fit_resumed_on_workers_while_a_fragment_travels_equals_one_fit(pools, tmp_path):
+    for resumed, unbroken in pools("2x1").run(
+        checks.broken_off_and_unbroken, "2x1", str(tmp_path / "backup"), **REPLICATED["streaming"]
+    ):
+        assert_equal(resumed, unbroken)
 
 
 FITS = {"fits": 2, "delete_checkpoint": False}

@@ -185,6 +185,21 @@ def test_a_link_that_is_off_is_reported(lab):
 
 
 @skips_on_a_busy_machine
+def test_frames_arrive_after_the_delay_and_soon_again_afterwards(lab):
+    to, connect = lab.hosts[1].address, "import socket, sys, time; begin = time.monotonic(); "
+    # The host refuses the connection, after one round trip.
+    connect += "code = socket.socket().connect_ex((sys.argv[1], 9)); print(code > 0, time.monotonic() - begin)"
+
+    def seconds():
+        is_refused, taken = run(*lab.hosts[0].command([sys.executable, "-c", connect, to])).split()
+        assert is_refused == "True"
+        return float(taken)
+
+    with lab.delayed(0.2):
+        assert seconds() >= 0.4
+    assert seconds() < 0.4
+
+
 def test_two_labs_are_not_connected(lab):
     with Netlab(hosts=3, rate="100mbit") as other:
         assert not owned_by(lab) & owned_by(other)

@@ -1,4 +1,7 @@
-"""Keras 3 `fit` under `tfdist.MultiWorkerMirroredStrategy`, with any of its keyword arguments."""
+"""Keras 3 `fit` under `tfdist.MultiWorkerMirroredStrategy`, with any of its keyword arguments.
+
+The arguments `every`, `fragments` and `overlap_steps` are those of `tfdist.DiLoCo`.
+"""
 
 import functools
 import time
@@ -15,7 +18,9 @@ _OPTIMIZERS = {"sgd": (keras.optimizers.SGD, 0.01), "adam": (keras.optimizers.Ad
 
 
 @functools.cache
-def _strategy(**options):
+def _strategy(every=None, fragments=1, overlap_steps=0, **options):
+    if every is not None:
+        options["synchronization"] = tfdist.DiLoCo(every, fragments=fragments, overlap_steps=overlap_steps)
     return tfdist.MultiWorkerMirroredStrategy(**options)
 
 

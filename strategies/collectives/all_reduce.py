@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.box_transports import BoxTransports
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
-from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher, added_up, to_add_up
+from tfdist.strategies.collectives.collective_launcher import FIRST_KEY_BESIDE, CollectiveLauncher, added_up, to_add_up
 from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
 from tfdist.strategies.collectives.grouped_tcp_transport import GroupedTcpTransport
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
@@ -36,6 +36,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
       collective_keys: The strategy's collective keys.
       worker: Index of this worker. If workers have several devices each, gradients to encode are first summed over the
         worker's devices, so that they cross the network once.
+      is_beside: Whether these exchanges run beside those of steps, in another thread, under keys of their own.
 
     Attributes:
       replicas: Number of replicas of this worker.
@@ -43,7 +44,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
       spread: Number of devices of a worker that share an encoded exchange; 1 with one device per worker or one worker.
     """
 
-    def __init__(self, devices, group_size, options, collective_keys, worker=0):
+    def __init__(self, devices, group_size, options, collective_keys, worker=0, is_beside=False):
         super().__init__(devices, group_size, options, collective_keys)
         group_key = collective_keys.get_group_key(self._devices)
         self.replicas = len(self._devices)
@@ -52,6 +53,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
         self.ranks = group_size // self.spread
 
         self._keys, self._group_key = collective_keys, group_key
+        self._launcher_options = {"first_key": FIRST_KEY_BESIDE} if is_beside else {}
         self._boxes: list[BoxTransports] = []
         self._levels: list[BoxTransports] = []  # The transports of both levels, if exchanges go in two levels.
         transports = self._make_transports
@@ -68,7 +70,8 @@ class Collectives(tf_internals.CollectiveAllReduce):
     def _make_transports(self, keys, size, is_ordered=False):
         """Makes a transport of TensorFlow for each replica of this worker, in the groups with these keys."""
         placed = zip(keys, self._devices, strict=True)
-        launchers = [CollectiveLauncher(key, size, self._keys, device, self._options) for key, device in placed]
+        more = self._launcher_options
+        launchers = [CollectiveLauncher(key, size, self._keys, device, self._options, **more) for key, device in placed]
         return [TensorFlowTransport(each, is_ordered and "CPU" in each._device) for each in launchers]
 
     def among(self, boxes: Sequence[Box]) -> BoxTransports:
@@ -168,7 +171,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
         replica than on another. The next collective would then wait for ever, under different keys. Counting must wait
         for `data`, since without inputs of its own it would run before the step fails.
         """
-        if self._group_size == 1:
+        if self._group_size == 1 or (self.replicas == 1 and not data):  # Without data there is nothing to wait for.
             return
         boxes = [each for box in self._boxes for each in (box.between, box.inside)]
         for transports in filter(None, (self._among_all, self._across, self._within, *boxes)):

@@ -12,6 +12,7 @@ from tfdist.strategies.collectives.host_device import host_of
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
+FIRST_KEY_BESIDE = 1 << 30  # Of exchanges that run beside steps. Steps never count as far.
 _CARRIERS = {
     tf.bfloat16: tf.float32,
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
@@ -64,16 +65,18 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
     Costs one integer addition per collective. The collectives themselves run concurrently, except on GPUs, where NCCL
     needs an order.
 
+    The argument `first_key` is the key before that of the first collective.
+
     Attributes:
       count: The key of the last launched collective, int32 [].
       untouched: A variable on a CPU, for operations that need a resource; none reads or writes it.
     """
 
-    def __init__(self, group_key, group_size, collective_keys, device, options):
+    def __init__(self, group_key, group_size, collective_keys, device, options, first_key=_FIRST_INSTANCE_KEY):
         super().__init__(group_key, group_size, collective_keys, device, options)
         host = host_of(device)
         with tf.init_scope(), tf.device(host):
-            self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
+            self.count = tf.Variable(first_key, dtype=tf.int32, trainable=False, name="collectives_launched")
         with tf.init_scope(), tf.device(device if "CPU" in device else host):
             self.untouched = tf.Variable(0.0, trainable=False, name="untouched")
         self._reserved: tuple[Iterator[tf.Tensor], tf.Tensor] | None = None  # Keys, and a resource; see `reserve`.

@@ -25,6 +25,8 @@ from tfdist._compat import tf_internals
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.event_file import EXCHANGE
+from tfdist.strategies.collectives.abort_probe import raise_if_aborted
+from tfdist.strategies.collectives.collective_launcher import FIRST_KEY_BESIDE
 from tfdist.strategies.collectives.link_speeds import LinkSpeeds
 from tfdist.strategies.collectives.message_sender import MessageSender
 from tfdist.strategies.collectives.socket_streams import stream_of
@@ -35,7 +37,6 @@ _KEY_BYTES = 4  # The key of an exchange follows the received bytes in the same 
 _FAILED = -1  # In place of a key; keys are positive.
 _LOOK_SECONDS = 1.0
 _UNLIKE_SECONDS = 60.0  # Longest wait for a worker that sends other exchanges meanwhile.
-_PROBE_KEYS = 1 << 30  # Larger than the group keys of strategy k, which count up from 65536 * k + 1.
 _WAKING_BYTES = 256 << 10  # Bytes of a long message that wake the receiving thread again.
 _MOST_BYTES = (1 << 31) - 1  # Largest message, since the sizes of tensors that Python makes are int32.
 _ROW_BITS = 20  # A tensor of more bytes is a matrix with rows of 2**20 bytes.
@@ -304,16 +305,8 @@ class PeerExchange:
             inbox.enqueue([np.frombuffer(np.int32(_FAILED), np.uint8)])
 
     def _probe(self, *tokens):
-        """Raises an error in the step if TensorFlow's collectives are aborted: runs one of this worker alone."""
-        return tf.raw_ops.CollectiveReduceV2(
-            input=tf.zeros([1]),
-            group_size=1,
-            group_key=_PROBE_KEYS + self._worker,
-            instance_key=1,
-            ordering_token=tokens,
-            merge_op="Add",
-            final_op="Id",
-        )
+        """Raises an error in the step if TensorFlow's collectives are aborted."""
+        return raise_if_aborted(self._worker, *tokens)
 
     # Threads: one receiver and one watcher, beside those of the sender.
 
@@ -410,8 +403,10 @@ class PeerExchange:
 
     def _astray(self, now):
         """Returns a worker that this one awaits too long, while that one exchanges something else; else `None`."""
-        unasked = [each for each in self._rounds.values() if each.inbox is None]
-        late = [each for each in self._rounds.values() if each.waits(now - _UNLIKE_SECONDS)]
+        # Exchanges beside steps may take long, and tell nothing about the order of steps.
+        of_steps = [each for (_, key), each in self._rounds.items() if key < FIRST_KEY_BESIDE]
+        unasked = [each for each in of_steps if each.inbox is None]
+        late = [each for each in of_steps if each.waits(now - _UNLIKE_SECONDS)]
         peers = (peer for each in late for peer in sorted(each.missing))
         have_sent = {peer for each in unasked for peer in each.workers if peer not in each.missing}
         return next((peer for peer in peers if peer in have_sent), None)

@@ -29,3 +29,8 @@ def is_due(step: int, fragment: int, fragments: int, every: int) -> bool:
     equal distances.
     """
     return (step + (fragments - 1 - fragment) * every // fragments) % every == 0
+
+
+def has_arrived(step: int, fragment: int, fragments: int, every: int, overlap_steps: int) -> bool:
+    """Whether a fragment arrives after a step that has departed `overlap_steps` steps earlier; see `is_due`."""
+    return (step > overlap_steps) & is_due(step - overlap_steps, fragment, fragments, every)

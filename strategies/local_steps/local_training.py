@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._compat import keras_internals
+from tfdist.strategies.local_steps.background_exchanges import BackgroundExchanges
 from tfdist.strategies.local_steps.synchronization import Synchronization
 from tfdist.strategies.local_steps.trained_weights import TrainedWeights
 from tfdist.strategies.loss_weight import times
@@ -28,6 +29,8 @@ class LocalTraining:
     def __init__(self, synchronization: Synchronization, strategy: Any):
         self.synchronization = synchronization
         self._strategy = weakref.ref(strategy)
+        runs_beside = strategy.extended.reducer_beside is not strategy.extended.reducer
+        self._background = BackgroundExchanges() if runs_beside else None
         # By the `id` of the model, or of the step counter of the first optimizer in a loop of the user. Not by weak
         # keys, since variables of Keras are compared by their values.
         self._trained: dict[int, TrainedWeights] = {}
@@ -71,9 +74,14 @@ class LocalTraining:
         with tf.init_scope():  # A step may be traced now.
             return trained is not None and int(trained.taken[0].numpy()) > 0
 
+    def await_averages(self, model: keras.Model) -> None:
+        """Awaits what travels of a model in the background, so that no state changes until the next step."""
+        if id(model) in self._trained:
+            self._trained[id(model)].await_averages()
+
     def _of(self, owner: Any) -> TrainedWeights:
         if id(owner) not in self._trained:
-            self._trained[id(owner)] = TrainedWeights(self.synchronization, self._strategy())
+            self._trained[id(owner)] = TrainedWeights(self.synchronization, self._strategy(), self._background)
             weakref.finalize(owner, self._trained.pop, id(owner), None).atexit = False
         return self._trained[id(owner)]
 

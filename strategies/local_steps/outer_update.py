@@ -6,11 +6,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.local_steps.averaging import times_share
 from tfdist.strategies.local_steps.synchronization import DiLoCo
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.step import Step
 
 IS_KEPT = "is_kept"
+# The part of the replica's own weights when a fragment arrives, as in Streaming DiLoCo, 2025,
+# https://arxiv.org/abs/2501.18512. The rest are the weights of the outer optimizer.
+_OWN_PART = 0.5
 
 
 class OuterUpdate:
@@ -27,7 +31,10 @@ class OuterUpdate:
     Attributes:
       weights, fragment: As given.
       optimizer: The outer optimizer.
-      starts: The weights at the last synchronization, by replica of this worker and weight.
+      starts: The weights at the last synchronization, by replica of this worker and weight: those of the outer
+        optimizer, which are equal on all replicas.
+      travelling: The changes that travel while steps go on, and their averages afterwards, likewise. Empty without
+        `overlap_steps`.
       is_kept: Whether `starts` are those of the present period, bool [], by replica of this worker.
     """
 
@@ -37,11 +44,14 @@ class OuterUpdate:
             self.optimizer = options.new_outer_optimizer()
             self.optimizer.build(self.weights)
         self.starts: list[list[tf.Variable]] = []
+        self.travelling: list[list[tf.Variable]] = []
         self.is_kept: list[tf.Variable] = []
         for replica, device in enumerate(strategy.extended.worker_devices):
             with tf.device(device):
                 own = [each.value.values[replica] for each in self.weights]
                 self.starts.append([tf.Variable(each.read_value(), trainable=False) for each in own])
+                if options.overlap_steps:
+                    self.travelling.append([tf.Variable(tf.zeros_like(each), trainable=False) for each in own])
             with tf.device(host_of(device)):  # A branch is chosen there.
                 self.is_kept.append(tf.Variable(False, trainable=False))
 
@@ -50,6 +60,8 @@ class OuterUpdate:
         named: dict[str, tf.Variable] = {}
         for replica, (starts, is_kept) in enumerate(zip(self.starts, self.is_kept, strict=True)):
             named |= {f"start/{i}@{replica}": start for i, start in enumerate(starts)}
+            travelling = self.travelling[replica] if self.travelling else []
+            named |= {f"travelling/{i}@{replica}": change for i, change in enumerate(travelling)}
             named |= {f"{IS_KEPT}@{replica}": is_kept}
             own = [each.value.values[replica] for each in self.optimizer.variables]
             named |= {f"optimizer/{i}@{replica}": each for i, each in enumerate(own)}
@@ -81,23 +93,64 @@ class OuterUpdate:
 
         `share` is the weight of this replica, float32 [].
         """
+        changes = self._changes(step.replica)
+        self._apply_outer(step, self._averaged(step, changes, share))
+        self.is_kept[step.replica].assign(False)
+
+    def depart(self, replica: int) -> list[tf.Variable]:
+        """Keeps the present changes of the weights, for `exchange`. Returns the variables that have them."""
+        changes = self._changes(replica)
+        return [kept.assign(each) for kept, each in zip(self.travelling[replica], changes, strict=True)]
+
+    def exchange(self, step: Step, share: tf.Tensor) -> None:
+        """Puts averages over all replicas in the place of the kept changes; see `apply`."""
+        kept = self.travelling[step.replica]
+        totals = self._averaged(step, [each.read_value() for each in kept], share)
+        for each, total in zip(kept, totals, strict=True):
+            each.assign(total)
+
+    def averages(self, replica: int) -> list[tf.Tensor]:
+        """Returns the averages that `exchange` has put in the place of the changes."""
+        return [each.read_value() for each in self.travelling[replica]]
+
+    def apply_late(self, step: Step, averages: Sequence[tf.Tensor]) -> None:
+        """Lets the outer optimizer apply averages of changes, and merges the result with the weights of this replica.
+
+        The next changes are differences from the weights of the outer optimizer, which are equal on all replicas.
+        """
         replica = step.replica
+        present = [own.read_value() for own in self._own(replica)]
+        self._apply_outer(step, averages)
+        for own, start, value in zip(self._own(replica), self.starts[replica], present, strict=True):
+            outer = own.read_value()
+            start.assign(outer)
+            own.assign(merged(value, outer))
+
+    def _changes(self, replica: int) -> list[tf.Tensor]:
+        """Returns the changes of the weights since the last synchronization: start minus end."""
         self.begin(replica)  # In case no optimizer has updated the weights in this period.
-        starts = [start.read_value() for start in self.starts[replica]]
-        changes = [
-            tf.math.multiply_no_nan(start - own.read_value(), tf.cast(share, start.dtype))
-            for start, own in zip(starts, self._own(replica), strict=True)
-        ]
-        request = ReductionRequest(tf.distribute.ReduceOp.SUM, changes, self.optimizer, self.weights)
-        totals = tf.distribute.get_strategy().extended.reducer.reduce(request, step)
-        for own, start in zip(self._own(replica), starts, strict=True):
-            own.assign(start)
+        starts, ends = self.starts[replica], self._own(replica)
+        return [start.read_value() - own.read_value() for start, own in zip(starts, ends, strict=True)]
+
+    def _averaged(self, step: Step, changes: list[tf.Tensor], share: tf.Tensor) -> list[tf.Tensor]:
+        weighted = [times_share(change, share) for change in changes]
+        request = ReductionRequest(tf.distribute.ReduceOp.SUM, weighted, self.optimizer, self.weights)
+        return tf.distribute.get_strategy().extended.reducer_beside.reduce(request, step)
+
+    def _apply_outer(self, step: Step, averages: Sequence[tf.Tensor]) -> None:
+        """Sets the weights to those of the last synchronization, and lets the outer optimizer update them."""
+        for own, start in zip(self._own(step.replica), self.starts[step.replica], strict=True):
+            own.assign(start.read_value())
         before, step.applies_sums = step.applies_sums, True
         try:
-            self.optimizer.apply(totals, self.weights)
+            self.optimizer.apply(list(averages), self.weights)
         finally:
             step.applies_sums = before
-        self.is_kept[replica].assign(False)
 
     def _own(self, replica: int) -> list[tf.Variable]:
         return [each.value.values[replica] for each in self.weights]
+
+
+def merged(own: tf.Tensor, outer: tf.Tensor) -> tf.Tensor:
+    """Merges a replica's own value with the value for all replicas that has arrived."""
+    return outer + tf.cast(_OWN_PART, own.dtype) * (own - outer)

@@ -57,10 +57,14 @@ class DiLoCo:
       start_step: Number of first steps in which replicas average their gradients, uncompressed, in each step, as in
         exact training. The outer optimizer begins afterwards. In the first steps from random weights all changes point
         in similar directions, so its momentum carries the weights too far.
+      overlap_steps: Number of steps that replicas take while a fragment travels, less than `every`. The outer optimizer
+        applies the average so many steps later, and each replica then takes the mean of its own weights and the
+        outer ones. 0: training waits for each exchange. Otherwise costs another copy of the trainable weights.
 
     Raises:
       ValueError: If `every` is less than 1, `fragments` is less than 1 or more than `every`, `start_step` is negative,
-        or the outer optimizer averages weights, accumulates gradients or scales the loss.
+        `overlap_steps` is negative or not less than `every`, or the outer optimizer averages weights, accumulates
+        gradients or scales the loss.
       TypeError: If `outer_optimizer` is not an optimizer of Keras.
 
     References:
@@ -73,6 +77,7 @@ class DiLoCo:
     outer_optimizer: Any = None
     fragments: int = 1
     start_step: int = 0
+    overlap_steps: int = 0
 
     def __post_init__(self) -> None:
         _check_integer("DiLoCo", "every", self.every, 1)
@@ -83,6 +88,12 @@ class DiLoCo:
                 f"after a step, got {self.fragments}."
             )
         _check_integer("DiLoCo", "start_step", self.start_step, 0)
+        _check_integer("DiLoCo", "overlap_steps", self.overlap_steps, 0)
+        if self.overlap_steps >= self.every:
+            raise ValueError(
+                f"`overlap_steps` of DiLoCo must be less than `every`, {self.every}, since a fragment must arrive "
+                f"before it departs again, got {self.overlap_steps}. Give a smaller number, or a larger `every`."
+            )
         outer = self.outer_optimizer
         if outer is None:
             return
@@ -148,7 +159,8 @@ def described(synchronization: Synchronization | None) -> str:
         return repr(synchronization)
     outer = synchronization.outer_optimizer
     configured = None if outer is None else f"{type(outer).__name__}({dict(sorted(outer.get_config().items()))})"
-    numbers = ", ".join(f"{name}={getattr(synchronization, name)}" for name in ("every", "fragments", "start_step"))
+    names = ("every", "fragments", "start_step", "overlap_steps")
+    numbers = ", ".join(f"{name}={getattr(synchronization, name)}" for name in names)
     return f"DiLoCo({numbers}, outer_optimizer={configured})"
 
 

@@ -2,16 +2,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.strategies.collectives.host_device import host_of
-from tfdist.strategies.local_steps.fragments import deal_out, is_due
+from tfdist.strategies.local_steps.averaging import average, share_of, times_share
+from tfdist.strategies.local_steps.background_exchanges import BackgroundExchanges
+from tfdist.strategies.local_steps.fragments import deal_out, has_arrived, is_due
 from tfdist.strategies.local_steps.outer_update import OuterUpdate
+from tfdist.strategies.local_steps.own_thread import apart
 from tfdist.strategies.local_steps.synchronization import DiLoCo, Synchronization
+from tfdist.strategies.local_steps.travelling_fragment import TravellingFragment
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.step import Step, current_step, replicas
 
@@ -27,6 +30,7 @@ class TrainedWeights:
     Args:
       synchronization: How often to synchronize, and how.
       strategy: The strategy.
+      background: Runs exchanges beside steps; `None` if all run in steps.
 
     Attributes:
       taken: Number of all steps, int64 [], by replica of this worker.
@@ -36,17 +40,21 @@ class TrainedWeights:
       weights: The trainable weights, as Keras variables, in the order in which steps first updated them.
       statistics: Other weights that steps assign, such as those of BatchNormalization.
       outer: The outer updates of DiLoCo, for the weights of each optimizer and fragment; empty for LocalSGD.
+      travelling: What travels of each fragment, with the `overlap_steps` of DiLoCo; else empty.
     """
 
-    def __init__(self, synchronization: Synchronization, strategy: Any):
+    def __init__(self, synchronization: Synchronization, strategy: Any, background: BackgroundExchanges | None = None):
         self._every = synchronization.every
         self._start_step = synchronization.start_step
         self._diloco = synchronization if isinstance(synchronization, DiLoCo) else None
         self._fragments = 1 if self._diloco is None else self._diloco.fragments
+        self._overlap_steps = 0 if self._diloco is None else self._diloco.overlap_steps
         self._strategy = strategy
         self.weights: list[Any] = []
         self.statistics: list[Any] = []
         self.outer: list[OuterUpdate] = []
+        travelling = range(self._fragments if self._overlap_steps else 0)
+        self.travelling = [TravellingFragment(strategy, background) for _ in travelling]
         self._functions: dict[tuple[int, int, bool], Callable[..., Any]] = {}
         devices = strategy.extended.worker_devices
         self.taken, self.period = apart(lambda: [_counters(devices, []) for _ in range(2)])
@@ -62,7 +70,10 @@ class TrainedWeights:
             dealt = deal_out([each.shape.num_elements() for each in (weight.value for weight in new)], self._fragments)
             for fragment, places in enumerate(dealt):
                 own = [new[place] for place in places]
-                self.outer.append(apart(functools.partial(OuterUpdate, self._diloco, own, fragment, self._strategy)))
+                made = apart(functools.partial(OuterUpdate, self._diloco, own, fragment, self._strategy))
+                self.outer.append(made)
+                if self.travelling:
+                    self.travelling[fragment].outer.append(made)
 
     def _check_suffice(self, weights):
         if len(weights) < self._fragments:
@@ -84,7 +95,7 @@ class TrainedWeights:
 
         def averaged():
             share = 1 / replicas() if step.model is None else _share(step, step.rows)
-            weighted = [_times(gradient, share) for gradient in gradients]
+            weighted = [times_share(gradient, share) for gradient in gradients]
             totals = _reduced(step, weighted)
             return [tf.nest.flatten(total, expand_composites=True) for total in totals]
 
@@ -110,9 +121,10 @@ class TrainedWeights:
         self.steps[replica].assign_add(tf.ones([self._fragments], tf.int64))
         is_first = tf.convert_to_tensor(self.taken[replica].assign_add(1)) <= self._start_step
         taken = tf.convert_to_tensor(self.period[replica].assign_add(1))
-        stops = tf.zeros([])
+        stops = self._arrivals(step, taken)
+        begin = self._depart if self.travelling else self._synchronize
         for fragment in range(self._fragments):
-            synchronize = functools.partial(self._synchronize, step, fragment, asks_to_stop)
+            synchronize = functools.partial(begin, step, fragment, asks_to_stop)
             due = is_due(taken, fragment, self._fragments, self._every)
             if self._start_step:
                 due &= ~is_first
@@ -125,19 +137,39 @@ class TrainedWeights:
                 outer.begin_anew(replica, is_first)
         return stops
 
+    def _arrivals(self, step: Step, taken: Any = None) -> tf.Tensor:
+        """Applies what has arrived after a number of steps, or whatever travels; see `end_step`."""
+        stops = tf.zeros([])
+        for fragment, travelling in enumerate(self.travelling):
+            arrives = travelling.travels[step.replica].read_value()
+            if taken is not None:
+                arrives &= has_arrived(taken, fragment, self._fragments, self._every, self._overlap_steps)
+            arrive = functools.partial(travelling.arrive, step)
+            stops = tf.maximum(stops, tf.cond(arrives, arrive, lambda: tf.zeros([])))
+        return stops
+
+    def _depart(self, step: Step, fragment: int, asks_to_stop: Any) -> tf.Tensor:
+        """Lets a fragment depart. It counts steps and rows anew."""
+        rows = self.rows[step.replica][fragment]
+        departed = self.travelling[fragment].depart(step, rows, asks_to_stop)
+        self._count_anew(step.replica, fragment)
+        with tf.control_dependencies([departed]):
+            return tf.zeros([])
+
     def include_statistics(self, statistics: Sequence[Any]) -> None:
         """Adds variables that a step assigns without an optimizer, if they are new; TensorFlow's variables."""
         known = {id(each) for each in (*self.statistics, *(weight.value for weight in self.weights))}
-        self.statistics += [each for each in statistics if id(each) not in known]
+        new = [each for each in statistics if id(each) not in known]
+        self.statistics += new
+        if new and self.travelling:
+            self.travelling[0].include_statistics(new)
 
     def synchronize(self, step: Step, asks_to_stop: Any, is_first: bool) -> tf.Tensor:
         """Makes the weights of all replicas equal; see `end_step`. All replicas must call it in the same step.
 
-        `is_first` says whether replicas have only taken steps that average gradients.
+        First it applies what travels. `is_first` says whether replicas have only taken steps that average gradients.
         """
-        stops = tf.zeros([])
-        if is_first:
-            stops = self._synchronize_at_first(step, asks_to_stop)
+        stops = self._synchronize_at_first(step, asks_to_stop) if is_first else self._arrivals(step)
         for fragment in range(0 if is_first else self._fragments):
             stops = tf.maximum(stops, self._synchronize(step, fragment, asks_to_stop))
         self.period[step.replica].assign(0)
@@ -147,7 +179,7 @@ class TrainedWeights:
         """Averages the statistics only, since the weights are equal on all replicas."""
         replica = step.replica
         share, stop = self._agree(step, self.rows[replica][0], asks_to_stop)
-        _average(step, [each.values[replica] for each in self.statistics], share)
+        average(step, [each.values[replica] for each in self.statistics], share, _reducer())
         for counter in (self.steps, self.rows):
             counter[replica].assign(tf.zeros_like(counter[replica]))
         return stop
@@ -156,7 +188,7 @@ class TrainedWeights:
         """Returns the part of all rows that this replica has, and above 0 if any worker asks to stop."""
         own = tf.cast(rows, tf.float32)
         total, stop = tf.unstack(step.all_reduce(_SUM, tf.stack([own, tf.cast(asks_to_stop, tf.float32)])))
-        return tf.where(total > 0, tf.math.divide_no_nan(own, total), 1 / replicas()), stop
+        return share_of(own, total), stop
 
     def _synchronize(self, step: Step, fragment: int, asks_to_stop: Any) -> tf.Tensor:
         """Synchronizes the weights of a fragment, and with the first fragment also the statistics.
@@ -168,14 +200,17 @@ class TrainedWeights:
         averaged = [each.values[replica] for each in self.statistics] if fragment == 0 else []
         if self._diloco is None:
             averaged = [each.value.values[replica] for each in self.weights] + averaged
-        _average(step, averaged, share)
+        average(step, averaged, share, _reducer())
         for outer in self.outer:
             if outer.fragment == fragment:
                 outer.apply(step, share)
+        self._count_anew(replica, fragment)
+        return stop
+
+    def _count_anew(self, replica: int, fragment: int) -> None:
         others = 1 - tf.one_hot(fragment, self._fragments, dtype=tf.int64)
         for counter in (self.steps, self.rows):
             counter[replica].assign(counter[replica] * others)
-        return stop
 
     def state(self) -> dict[str, tf.Variable]:
         """Returns the variables of this worker's replicas beside the weights, by names that are equal in each run."""
@@ -183,12 +218,24 @@ class TrainedWeights:
         named = {f"{name}@{i}": each for name, of_each in counters.items() for i, each in enumerate(of_each)}
         for place, outer in enumerate(self.outer):
             named |= {f"outer/{place}/{name}": variable for name, variable in outer.state().items()}
+        for fragment, travelling in enumerate(self.travelling):
+            named |= {f"fragment/{fragment}/{name}": variable for name, variable in travelling.state().items()}
         return named
+
+    def await_averages(self) -> None:
+        """Awaits the exchanges in the background, so that no variable changes until the next step."""
+        for travelling in self.travelling:
+            travelling.await_averages()
+
+    def continue_travelling(self) -> None:
+        """Starts the exchanges of fragments that were restored on their way."""
+        for travelling in self.travelling:
+            travelling.continue_travelling()
 
     @property
     def has_stepped(self) -> bool:
         """Whether replicas have trained since the last synchronization. Equal on all workers."""
-        return bool(np.any(self.steps[0].numpy()))
+        return bool(np.any(self.steps[0].numpy())) or any(bool(each.travels[0].numpy()) for each in self.travelling)
 
     def synchronize_outside(self, run: Callable[..., Any], asks_to_stop: Any) -> bool:
         """Makes the weights of all replicas equal, outside of a step. All workers must call it.
@@ -200,6 +247,7 @@ class TrainedWeights:
         Returns:
           Whether any worker has asked to stop.
         """
+        self.await_averages()
         is_first = int(self.taken[0].numpy()) <= self._start_step
         present = len(self.weights), len(self.statistics), is_first
         if present not in self._functions:  # A step that was traced later has more weights.
@@ -212,12 +260,6 @@ class TrainedWeights:
 
         stops = run(tf.autograph.experimental.do_not_convert(on_replica))
         return self._strategy.experimental_local_results(stops)[0]
-
-
-def apart(make: Callable[[], Any]) -> Any:
-    """Calls a function in a thread of its own, so that the variables it makes belong to no replica and no graph."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(make).result()
 
 
 def _counters(devices: Sequence[str], shape: Sequence[int]) -> list[tf.Variable]:
@@ -234,23 +276,9 @@ def _share(step: Step, rows: Any) -> tf.Tensor:
     return tf.math.divide_no_nan(own, step.all_reduce(_SUM, own))
 
 
+def _reducer() -> Any:
+    return tf.distribute.get_strategy().extended.reducer
+
+
 def _reduced(step: Step, values: list[Any]) -> list[Any]:
-    return tf.distribute.get_strategy().extended.reducer.reduce(ReductionRequest(_SUM, values), step)
-
-
-def _average(step: Step, variables: list[tf.Variable], share: tf.Tensor) -> None:
-    """Assigns the average over replicas to the variables of this replica; `share` is its weight."""
-    if not variables:
-        return
-    values = [variable.read_value() for variable in variables]
-    wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
-    totals = _reduced(step, [_times(value, share) for value in wide])
-    for variable, total in zip(variables, totals, strict=True):
-        variable.assign(tf.cast(total, variable.dtype))
-
-
-def _times(value: Any, share: Any) -> Any:
-    """Multiplies a tensor by a share; the product with 0 is 0, also for an Inf or NaN of a replica without rows."""
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(value.values, share), value.indices, value.dense_shape)
-    return tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))
+    return _reducer().reduce(ReductionRequest(_SUM, values), step)

@@ -41,6 +41,8 @@ class LocalStepStates(StateProvider):
         """Restores the state, or gives all replicas the weights of the last synchronization."""
         if saved.synchronization is None:
             return
+        if self._trained is not None:
+            self._trained.await_averages()  # Those of an earlier `fit` that has failed.
         if not saved.is_alike:
             self._start_from_synchronized(saved)
         elif self._trained is not None and not saved.is_of_later_fit:
@@ -50,6 +52,7 @@ class LocalStepStates(StateProvider):
             for name, variable in self._trained.state().items():
                 if name in saved.own.arrays:
                     variable.assign(saved.own.arrays[name])
+            self._trained.continue_travelling()
 
     def _start_from_synchronized(self, saved: SavedState) -> None:
         """Gives all replicas equal weights, and the state of the outer optimizers."""

@@ -63,6 +63,7 @@ class FitStates:
     """All states of one `fit` that a commit holds: one `StateProvider` of each kind, such as `VariableStates`."""
 
     def __init__(self, fit: TrainedFit):
+        self._model = fit.model
         self._providers = [kind(fit) for kind in PROVIDERS]
         self._replicas = fit.model.distribute_strategy.num_replicas_in_sync
         self._sharding = getattr(fit.model.distribute_strategy, "model_sharding", None)
@@ -76,6 +77,7 @@ class FitStates:
 
     def capture(self, step: int, described: Mapping[str, Any], progress: FitProgress) -> Snapshot:
         """Captures the present states of the `fit` for commit number `step`, whose manifest gets `described`."""
+        self._await_exchanges()
         states = {provider.name: provider.capture() for provider in self._providers}
         late = {name: state.late for name, state in states.items()}
         return Snapshot(
@@ -93,6 +95,13 @@ class FitStates:
             {name: state.own_plain for name, state in states.items()},
             lambda: _joined({name: arrays() for name, arrays in late.items()}),
         )
+
+    def _await_exchanges(self) -> None:
+        """Awaits exchanges in the background, which would change states while these are captured."""
+        training = getattr(self._model.distribute_strategy.extended, "local_training", None)
+        if training is not None:
+            with self._model.distribute_strategy.extended.waiting_for_synchronization():
+                training.await_averages(self._model)
 
     def read(self, commit: Commit, agreement: ChiefDecision, finished: int) -> Checkpoint:
         """Reads a commit, and checks before training that it fits the model and the data.

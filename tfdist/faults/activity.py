@@ -224,12 +224,13 @@ class Activity:
             with self.outside_calls(TRACING):
                 yield
             return
-        execution.is_tracing, since = True, time.monotonic_ns()
+        # The exchanges beside steps are traced within a step.
+        was_tracing, execution.is_tracing, since = execution.is_tracing, True, time.monotonic_ns()
         self.count_time()
         try:
             yield
         finally:
-            execution.traced_at, execution.is_tracing = time.time(), False
+            execution.traced_at, execution.is_tracing = time.time(), was_tracing
             self.count_time()
             EVENTS.note(TRACING, since=since)
 
