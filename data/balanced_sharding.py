@@ -180,8 +180,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         place = self._place_of(context)
         with self.assignments.lock:
-            self.assignments.place = place
-            self.assignments.shares.settle(place, self.assignments.sizes.present)
+            if training or self.assignments.place is None:
+                self.assignments.place = place
+                self.assignments.shares.settle(place, self.assignments.sizes.present)
+            if not training:
+                self.assignments.evaluation_place = place
         return self._dataset(place, training, is_started=True)
 
     def first_example(self) -> tf.data.Dataset | None:

@@ -28,6 +28,7 @@ class IteratorAssignments:
       lock: Protects `shares` and `position`.
       reports: The attached strategy's reports of training steps, if there is one.
       place: The replicas of this worker, under the attached strategy.
+      evaluation_place: Those for evaluation; others than `place` if each worker evaluates all rows.
       times: Statistics of the training steps.
       visitors: Functions called after each step with its examples; see `BalancedSharding`.
       sizes: The global batch sizes of the next steps of training.
@@ -41,6 +42,7 @@ class IteratorAssignments:
         self.position, self.lock = TrainingPosition(), threading.RLock()
         self.reports: Any = None
         self.place: ReplicaTopology | None = None
+        self.evaluation_place: ReplicaTopology | None = None
         self.times = StepTimes()
         self.visitors: list[Callable[[int, np.ndarray], None]] = []
         # Assignments of iterators that were not read from yet, for training (True) and for evaluation (False).
@@ -71,7 +73,7 @@ class IteratorAssignments:
             if training:
                 assignment = self._of_training(place, models, counts, self._repeat or goes_on)
             else:
-                assignment = self._of_evaluation(place)
+                assignment = self._of_evaluation(self.evaluation_place or place)
             self._begun[training] = [each for each in self._begun[training] if not each.closed] + [assignment]
             return assignment
 

@@ -20,7 +20,8 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
     """The distributed batches of a `BalancedSharding`, to train or evaluate. Keras can learn shapes without a batch.
 
     `distribute` makes a distributed dataset of a dataset function. `examples` keeps stand-in rows for replicas without
-    rows. `maps` are applied to each batch.
+    rows. `maps` are applied to each batch. `of_job` returns the input context of training, if TensorFlow knows only a
+    part of the workers; each worker then evaluates all rows.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         sharding: Any,
         examples: ExampleRows,
         maps: tuple[Callable[..., Any], ...] = (),
+        of_job: Callable[[tf.distribute.InputContext], tf.distribute.InputContext] | None = None,
     ):
         self._distribute, self.sharding, self._examples, self._maps = distribute, sharding, examples, maps
+        self._of_job = of_job
         # Replaces the parent's `__init__`, which would build the dataset again.
         self.__dict__.update(self._made(training=True).__dict__)
 
@@ -68,7 +71,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         Raises:
           tf.errors.InvalidArgumentError: When the dataset is read, if `fn` changes the number of rows.
         """
-        return BalancedDataset(self._distribute, self.sharding, self._examples, (*self._maps, fn))
+        return BalancedDataset(self._distribute, self.sharding, self._examples, (*self._maps, fn), self._of_job)
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
         """Returns this dataset itself, which reads batches ahead already. Keras calls it."""
@@ -95,6 +98,8 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         return dataset_internals.end_together(self._distribute(functools.partial(self._make, training)))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        if training and self._of_job is not None:
+            context = self._of_job(context)
         return self._mapped(self.sharding.for_strategy(context, training=training))
 
     def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -1,6 +1,7 @@
 """Records for the watchdog which call of Keras (such as `fit`) this worker is in, and when it runs steps."""
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -65,11 +66,14 @@ class _EndOfCall(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def building(activity: Activity, model: keras.Model, scope: Any) -> Iterator[None]:
+def building(activity: Activity, model: keras.Model, scope: Any, begins_fit: bool) -> Iterator[None]:
     """The scope in which Keras builds a model at the beginning of a `fit` or the like; recorded for the watchdog."""
     with activity.doing(BUILDING), scope:
         yield
     note_functions(activity, model)
+    elastic = getattr(model.distribute_strategy, "elastic", None)
+    if elastic is not None and begins_fit:
+        elastic.begin_fit(model)
 
 
 def note_functions(activity: Activity, model: keras.Model) -> None:
@@ -137,6 +141,15 @@ class NotedFunction:
         model = self._model()
         if self._kind != TRAIN and model is not None and hasattr(model.distribute_strategy, "synchronize"):
             model.distribute_strategy.synchronize()  # Replicas that train by local steps evaluate equal weights.
+        elastic = None if model is None else getattr(model.distribute_strategy, "elastic", None)
+        if self._kind == TRAIN and elastic is not None:
+            if alone is not None:
+                elastic.refuse_loop()
+            run = functools.partial(self._executed, given, reads, alone, is_single, one)
+            return elastic.train(model, run, given)
+        return self._executed(given, reads, alone, is_single, one)
+
+    def _executed(self, given: Any, reads: bool, alone: str | None, is_single: bool, one: bool) -> Any:
         executing = self._activity.executing(self._kind, reads=reads, alone=alone, is_single=is_single)
         with executing as call, explained(self._activity, call):
             if self._function is None:

@@ -63,6 +63,11 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         fault_tolerance=None,
     ):
         check_synchronization(synchronization, model_sharding, compression)
+        if synchronization is not None and synchronization.tolerate_lost_workers:
+            raise ValueError(
+                "MirroredStrategy has one worker, so it cannot go on without lost workers, but synchronization="
+                f"{synchronization!r} has tolerate_lost_workers. Leave it out, or use MultiWorkerMirroredStrategy."
+            )
         check_model_sharding(model_sharding)
         check_shard_group_size(shard_group_size, model_sharding)
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()

@@ -26,6 +26,7 @@ from tfdist.strategies.collectives.exchange_groups import check_exchange_group_s
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
+from tfdist.strategies.elastic.elastic_training import ElasticTraining, cluster_by_itself
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
@@ -90,7 +91,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         results of one device. `tfdist.LocalSGD(every=8)` or `tfdist.DiLoCo(every=100)`: each replica trains its own
         weights, and all replicas synchronize after so many steps, at the end of each epoch of `fit`, and before
         `evaluate` and `predict`. In between they exchange nothing. The results are not those of one device.
-        `compression` then encodes what DiLoCo exchanges. Equal on all workers. One replica ignores it.
+        `compression` then encodes what DiLoCo exchanges. Equal on all workers. One replica ignores it. With
+        `tolerate_lost_workers` TensorFlow runs on each worker by itself, and workers go on without a lost one.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them.
 
     Attributes:
@@ -98,6 +100,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       transport: As given.
       synchronization: As given.
       fault_tolerance: The deadlines in use.
+      elastic: Trains with `tolerate_lost_workers`; else `None`.
 
     Raises:
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or differs from the resolver's.
@@ -136,8 +139,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self.exchange_group_size = exchange_group_size
         if model_sharding == "parameters":
             return_freed_memory()
+        tolerates = synchronization is not None and synchronization.tolerate_lost_workers
+        elastic_cluster = cluster_by_itself(cluster_resolver) if tolerates else None
         if cluster_resolver is None and ClusterSpec.from_env() is None:
             warn_if_one_of_many()
+        if elastic_cluster is not None or (cluster_resolver is None and ClusterSpec.from_env() is None):
             # TensorFlow's own resolver would read an empty TF_CONFIG as JSON.
             cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         make_virtual_devices()
@@ -149,13 +155,20 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         extended.exchange_in_groups(exchange_group_size)
         extended.exchange_beside_steps(synchronization)
         extended.compress(compression, time_exchanges)
-        extended.train_locally(synchronization)
+        extended.train_locally(None if tolerates else synchronization)
         self._make_reports()
         self.reports.are_local = extended.local_training is not None and extended._num_workers > 1
         if extended._num_workers > 1:
             self._meet_peers()
-        else:
-            watchdog.start_alone(self)
+            return
+        if elastic_cluster is not None:
+            extended.write_files_on_chief(elastic_cluster.is_chief)
+            self.elastic = ElasticTraining(synchronization, elastic_cluster, self)
+        watchdog.start_alone(self)
+
+    def row_report(self):
+        """Returns the rows that each worker has trained on, with `tolerate_lost_workers`; else `None`."""
+        return None if self.elastic is None else self.elastic.report()
 
     def _meet_peers(self):
         """Makes the first exchange with all workers, connects them, and begins to watch them."""
@@ -214,6 +227,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return weakref.WeakSet()
 
     def _begin_fit(self, model, fit):
+        if self.elastic is not None and self.extended.should_checkpoint:
+            _warn_of_writers(fit.callbacks)
         if self.extended._num_workers == 1:
             return
         self.synchronize()

@@ -94,6 +94,10 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             return super().waiting_for_synchronization()
         return watchdog.waiting_for_all("`strategy.synchronize()`, ends of epochs, and `evaluate` and `predict`")
 
+    def write_files_on_chief(self, is_chief):
+        """Sets whether this worker writes files, if TensorFlow does not know the other workers."""
+        self._is_chief = is_chief
+
     def exchange_in_groups(self, group_size):
         """Makes exchanges go in two levels, by an argument of the strategy; called once, before `connect_peers`.
 

@@ -52,6 +52,8 @@ class ReplicatedStrategy:
 
     extended: Any
     reports: StepReports
+    elastic: Any = None
+    """The `ElasticTraining` of a strategy that goes on without lost workers; else `None`."""
     _shardings: list[weakref.ref[Any]]
     _examples: ExampleRows
     _use: "StrategyUse"
@@ -70,7 +72,8 @@ class ReplicatedStrategy:
         fit = keras_stack.beginning_fit()
         if fit is not None:
             self._begin_fit(model, fit)
-        return keras_calls.building(self.reports.activity, model, keras_steps.building(model, super().scope()))
+        scope = keras_steps.building(model, super().scope())
+        return keras_calls.building(self.reports.activity, model, scope, begins_fit=fit is not None)
 
     @tf_internals.unconverted
     def run(self, fn, args=(), kwargs=None, options=None):
@@ -89,6 +92,8 @@ class ReplicatedStrategy:
         self.extended.reducer.check_compiled()
         if not keras_stack.called_by_trainer():
             self.reports.activity.loops()
+            if self.elastic is not None and not keras_stack.fitting_models():
+                self.elastic.refuse_loop()
         args = () if args is None else args
         trainer, whole = keras_stack.calling_trainer(), args
         step = keras_steps.keras_step_of(fn, args, kwargs, trainer)
@@ -138,6 +143,8 @@ class ReplicatedStrategy:
         is_own = self.extended._num_workers > 1 and auto_shard_policy.is_own_of_each(dataset)
         if self.num_replicas_in_sync > 1:
             dataset = owning_memory(dataset)
+        if self.elastic is not None:
+            check_reads_no_sharding(dataset)
         if not keras_stack.called_by_trainer():
             return self._distributed_for_loop(dataset, options, is_own=is_own)
         if is_own and keras_stack.loop_to_distribute() == "predict":
@@ -146,6 +153,8 @@ class ReplicatedStrategy:
         keras_calls.note_call(self.reports.activity)
         if keras_stack.made_dataset():
             dataset = untuned(dataset)
+        if self.elastic is not None and keras_stack.purpose() == "fit":
+            dataset = self.elastic.own_rows(dataset)
         if self.extended._num_workers > 1 and auto_shard_policy.is_read_by_all(dataset):
             epochs = keras_stack.epochs_to_distribute()
             self._compare_model(keras_stack.reader())
@@ -200,14 +209,20 @@ class ReplicatedStrategy:
             sharding without its context.
         """
         if not hasattr(dataset_fn, "attach"):
+            if self.elastic is not None:
+                dataset_fn = self.elastic.of_own_context(dataset_fn)
             dataset_fn = functools.partial(made_by, dataset_fn)
             made = super().distribute_datasets_from_function(dataset_fn, options)
             return NotedDatasetsFromFunction(made, self._first_pass())
         dataset_fn.attach(self.reports)
+        of_job = None
+        if self.elastic is not None:
+            self.elastic.check_sharding(dataset_fn)
+            of_job = self.elastic.input_context
         if not any(known is dataset_fn for known in self.shardings):
             self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
         make = super().distribute_datasets_from_function
-        return BalancedDataset(lambda function: make(function, options), dataset_fn, self._examples)
+        return BalancedDataset(lambda function: make(function, options), dataset_fn, self._examples, of_job=of_job)
 
     @tf_internals.unconverted
     def reduce(self, reduce_op, value, axis):
@@ -292,6 +307,8 @@ class ReplicatedStrategy:
         Raises:
           ClusterError: If the chief alone calls it, in a `ChiefOnly` callback, and the cluster has other workers.
         """
+        if self.elastic is not None:
+            self.elastic.synchronize()
         training = self.extended.local_training
         if training is None:
             return

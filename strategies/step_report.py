@@ -114,6 +114,8 @@ class StepReports:
       rows_read: Checksum of the rows that this worker trains on; `None` in a cluster of one worker.
       stragglers: Looks for slow workers in the reports; `None` in a cluster of one worker.
       are_local: Whether workers exchange no reports, see `StepReport.is_local`.
+      place: The numbers of this worker's replicas in the job, and the number of all replicas of the job, if TensorFlow
+        knows only those of this worker; else `None`.
     """
 
     def __init__(self, devices: Sequence[str], num_replicas: int):
@@ -132,6 +134,7 @@ class StepReports:
         self._phases: StepPhases | None = None  # Phases of the newest step, while its report is delivered.
         self.tells = True
         self.are_local = False
+        self.place: tuple[range, int] | None = None
         self.measured: weakref.WeakSet[Any] = weakref.WeakSet()
         self.rows_read: RowsRead | None = None
         self.stragglers: StragglerWatch | None = None
@@ -405,6 +408,15 @@ class StepReports:
         for listener in list(self.listeners):  # A copy: a listener that is freed meanwhile removes itself.
             listener(self.latest)
 
+    def pass_over(self, model: Any, rows: Sequence[int]) -> None:
+        """Tells the data of a model that a batch with these rows, by replica of this worker, was read and skipped."""
+        feeder, latest = self.feeders.get(model), self.latest
+        if feeder is not None and latest is not None and self.place is not None:
+            own, replicas = self.place
+            of_job = np.zeros(replicas, np.int64)
+            of_job[own.start : own.stop] = rows
+            feeder(dataclasses.replace(latest, rows=of_job))
+
     def _count_phases(self) -> None:
         if TIMES.is_on:
             phases = self.phases()
@@ -439,6 +451,8 @@ class StepReports:
         )
         if self.are_local:
             report = _of_one_worker(report)
+        if self.place is not None:
+            report = dataclasses.replace(report, **_in_job(report, *self.place))
         return report, np.rint(not_finite).astype(np.int64), read
 
     def _check_learning_rates(self, of_workers: np.ndarray) -> None:
@@ -473,6 +487,14 @@ def _of_one_worker(report: StepReport) -> StepReport:
     names = ("compute_seconds", "own_seconds", "input_seconds", "outside_seconds")
     alike = {name: np.full_like(own, np.max(own)) for name in names if len(own := getattr(report, name))}
     return dataclasses.replace(report, **alike, links=(), cycle_seconds=0.0, has_traced=False, is_local=True)
+
+
+def _in_job(report: StepReport, own: range, replicas: int) -> dict[str, Any]:
+    """Returns the rows and times of a report of one worker, by replica of the whole job."""
+    rows = np.zeros(replicas, np.int64)
+    rows[own.start : own.stop] = report.rows
+    times = {name: np.full(replicas, np.max(getattr(report, name))) for name in ("compute_seconds", "own_seconds")}
+    return {"rows": rows, **times}
 
 
 def _link_speed(peer: float, rate: float, typical: float, seconds: float) -> WorkerLinks | None:

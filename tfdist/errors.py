@@ -46,6 +46,10 @@ CHIEF_SAYS = "The chief reports"
 """First words of the error of a worker that repeats the chief's error."""
 
 
+CHIEF_IS_GONE = "Worker 0, which averages the weights, is gone"
+"""First words of the error of a worker that goes on without lost workers, but has lost worker 0."""
+
+
 class TFConfigError(TfdistError, ValueError):
     """TF_CONFIG is not a cluster spec that this process can join."""
 

@@ -8,6 +8,8 @@
         telemetry-<i>.jsonl   figures of worker i every few seconds, by `tfdist.callbacks.Telemetry`
         times-<i>.bin         seconds of worker i by phase so far
         stragglers.jsonl      verdicts about slow workers, by worker 0
+        earlier-failure-<i>.json  that of an earlier process of worker i, if it has started again alone
+        members.json          members of a job that goes on without lost workers, by worker 0
         make-room             the supervisor asks the workers to save and leave, to restart with more workers
       committed             step and folder of the newest commit, by the workers
       restored              the workers have restored a backup, of this run or an earlier run
@@ -23,8 +25,10 @@ Without `tfdist run`, a worker only writes its events, to the folder in TFDIST_E
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import pathlib
+from collections.abc import Mapping, Sequence
 
 from tfdist.symlink_safe_file import write_whole
 
@@ -72,6 +76,10 @@ class RunFiles:
     def report(self, attempt: int, worker: int) -> pathlib.Path:
         """Returns the path of a worker's failure report, which says why it ended; see `failure_report.py`."""
         return self.attempt(attempt) / f"failure-{worker}.json"
+
+    def earlier_report(self, attempt: int, worker: int) -> pathlib.Path:
+        """Returns the path of the failure report of an earlier process of a worker that has started again alone."""
+        return self.attempt(attempt) / f"earlier-failure-{worker}.json"
 
     def reports(self, attempt: int) -> list[pathlib.Path]:
         """Returns the paths of the failure reports that the workers of an attempt have written."""
@@ -139,6 +147,18 @@ class RunFiles:
     def tell_of_commit(self, step: int, folder: str) -> None:
         """Reports a complete backup to the supervisor, as progress. Raises `OSError` if the file cannot be written."""
         write_whole(self.run_dir / "committed", f"{step}\n{folder}")
+
+    def tell_of_members(self, attempt: int, members: Sequence[int], joins: Mapping[int, int]) -> None:
+        """Tells the supervisor that the job goes on without lost workers: members, and how often each has joined."""
+        said = {"members": list(members), "joins": sorted(joins.items())}
+        write_whole(self.attempt(attempt) / "members.json", json.dumps(said))
+
+    def members(self, attempt: int) -> tuple[list[int], dict[int, int]] | None:
+        """Returns what `tell_of_members` has told; `None` if the job needs all workers."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            said = json.loads((self.attempt(attempt) / "members.json").read_text())
+            return list(said["members"]), {int(worker): int(count) for worker, count in said["joins"]}
+        return None
 
     @property
     def for_user(self) -> list[pathlib.Path]:

@@ -19,9 +19,14 @@ class LocalSGD:
       every: Number of training steps between two synchronizations, at least 1.
       start_step: Number of steps at the beginning in which all replicas average their gradients, so that their weights
         stay equal (post-local SGD). It keeps the accuracy of large batches better.
+      tolerate_lost_workers: Whether workers go on without a worker whose process or host has ended, and let it join
+        again; for `MultiWorkerMirroredStrategy` and `fit`. Worker 0 then averages what the other workers send it. The
+        devices of one worker train together, as without `synchronization`.
+      equal_time: Whether a slow worker trains fewer steps between two synchronizations, and skips the batches of the
+        others, so that no worker waits for it. Needs `tolerate_lost_workers`.
 
     Raises:
-      ValueError: If `every` is less than 1, or `start_step` less than 0.
+      ValueError: If `every` is less than 1, or `start_step` less than 0; or if options exclude each other.
 
     References:
       Stich, Local SGD Converges Fast and Communicates Little, 2018, https://arxiv.org/abs/1805.09767
@@ -30,10 +35,13 @@ class LocalSGD:
 
     every: int = 8
     start_step: int = 0
+    tolerate_lost_workers: bool = False
+    equal_time: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("LocalSGD", "every", self.every, 1)
         _check_integer("LocalSGD", "start_step", self.start_step, 0)
+        _check_tolerance(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +68,13 @@ class DiLoCo:
       overlap_steps: Number of steps that replicas take while a fragment travels, less than `every`. The outer optimizer
         applies the average so many steps later, and each replica then takes the mean of its own weights and the
         outer ones. 0: training waits for each exchange. Otherwise costs another copy of the trainable weights.
+      tolerate_lost_workers: As for `LocalSGD`.
+      equal_time: As for `LocalSGD`.
 
     Raises:
       ValueError: If `every` is less than 1, `fragments` is less than 1 or more than `every`, `start_step` is negative,
-        `overlap_steps` is negative or not less than `every`, or the outer optimizer averages weights, accumulates
-        gradients or scales the loss.
+        `overlap_steps` is negative or not less than `every`, the outer optimizer averages weights, accumulates
+        gradients or scales the loss, or options exclude each other.
       TypeError: If `outer_optimizer` is not an optimizer of Keras.
 
     References:
@@ -78,10 +88,13 @@ class DiLoCo:
     fragments: int = 1
     start_step: int = 0
     overlap_steps: int = 0
+    tolerate_lost_workers: bool = False
+    equal_time: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("DiLoCo", "every", self.every, 1)
         _check_integer("DiLoCo", "fragments", self.fragments, 1)
+        _check_tolerance(self)
         if self.fragments > self.every:
             raise ValueError(
                 f"`fragments` of DiLoCo must be at most `every`, {self.every}, since at most one fragment synchronizes "
@@ -146,6 +159,11 @@ def check_synchronization(synchronization: Any, model_sharding: Any, compression
             f"{compression!r}. Leave compression out, or use `tfdist.DiLoCo(every={synchronization.every}, "
             "outer_optimizer=keras.optimizers.SGD(1.0))`, which averages the changes of the weights, encoded."
         )
+    if synchronization.tolerate_lost_workers and compression is not None:
+        raise ValueError(
+            f"With tolerate_lost_workers, workers send whole weights to worker 0, which compression={compression!r} "
+            "does not encode. Leave one of the two out."
+        )
     if isinstance(compression, Auto) or (isinstance(compression, str) and compression == AUTO):
         raise ValueError(
             f"compression={compression!r} compares the time of each step with different codecs, but with "
@@ -159,9 +177,28 @@ def described(synchronization: Synchronization | None) -> str:
         return repr(synchronization)
     outer = synchronization.outer_optimizer
     configured = None if outer is None else f"{type(outer).__name__}({dict(sorted(outer.get_config().items()))})"
-    names = ("every", "fragments", "start_step", "overlap_steps")
+    names = ("every", "fragments", "start_step", "overlap_steps", "tolerate_lost_workers", "equal_time")
     numbers = ", ".join(f"{name}={getattr(synchronization, name)}" for name in names)
     return f"DiLoCo({numbers}, outer_optimizer={configured})"
+
+
+def _check_tolerance(options: Synchronization) -> None:
+    kind = type(options).__name__
+    for each in ("tolerate_lost_workers", "equal_time"):
+        if not isinstance(getattr(options, each), bool):
+            raise ValueError(f"`{each}` of {kind} must be True or False, got {getattr(options, each)!r}.")
+    if options.equal_time and not options.tolerate_lost_workers:
+        raise ValueError(
+            f"`equal_time` of {kind} needs tolerate_lost_workers=True, with which workers take steps by themselves, "
+            "got tolerate_lost_workers=False. Set both."
+        )
+    for name, plain in (("start_step", 0), ("fragments", 1), ("overlap_steps", 0)):
+        given = getattr(options, name, plain)
+        if options.tolerate_lost_workers and given != plain:
+            raise ValueError(
+                f"With tolerate_lost_workers workers train by themselves from the first step on, and all weights "
+                f"synchronize at once, but {kind} got {name}={given!r}. Leave one of the two out."
+            )
 
 
 def _check_integer(kind: str, name: str, value: Any, least: int) -> None:

@@ -62,11 +62,13 @@ __all__ = [
     "model_in_compile",
     "model_in_step",
     "model_to_build",
+    "place_in_fit",
     "purpose",
     "reader",
     "reads_outside_graph",
     "running_calls",
     "running_fit",
+    "sharding_of_fit",
     "spec_to_predict",
     "tf_keras_exchanges_gradients",
     "variable_being_made",
@@ -359,6 +361,26 @@ def tf_keras_exchanges_gradients() -> bool:
         frame.f_code.co_name == "all_reduce_sum_gradients" and frame.f_globals["__name__"].startswith("tf_keras.")
         for frame in call_stack.frames()
     )
+
+
+def place_in_fit() -> tuple[int, int]:
+    """Returns the epoch of the innermost running `fit` in this thread, and its present batch; (0, 0) outside of one.
+
+    Without it: a worker that joins late does not know where the others are.
+    """
+    frame = call_stack.frame_of(_TRAINER.fit)
+    given = {} if frame is None else frame.f_locals
+    return int(given.get("epoch", 0)), int(given.get("begin_step", 0))
+
+
+def sharding_of_fit() -> Any:
+    """Returns the `BalancedSharding` that the innermost running `fit` in this thread reads; `None` for other input.
+
+    Without it: a worker that joins late does not know which batches of it the others have trained on.
+    """
+    frame = call_stack.frame_of(_TRAINER.fit)
+    epochs = None if frame is None else frame.f_locals.get("epoch_iterator")
+    return getattr(keras_internals.dataset_of(epochs), "sharding", None)
 
 
 class RunningFit(NamedTuple):

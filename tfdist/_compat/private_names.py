@@ -137,7 +137,10 @@ _NAMES_BY_FEATURE = {
         f"{_MODEL}._flatten_layers",
     ),
     "`fit`, `evaluate` and `predict` on several replicas": (
-        *(f"{_MODEL}.{name}" for name in ("fit(epoch_iterator)", "fit(callbacks)", "fit(self)")),
+        *(
+            f"{_MODEL}.{name}"
+            for name in ("fit(epoch_iterator)", "fit(callbacks)", "fit(self)", "fit(epoch)", "fit(begin_step)")
+        ),
         f"{_MODEL}.fit(validation_data)",
         *(f"{_MODEL}.{name}" for name in ("evaluate(epoch_iterator)", "evaluate(use_cached_eval_dataset)")),
         *(f"{_MODEL}.{name}" for name in ("predict(epoch_iterator)", "compile(self)")),

@@ -28,6 +28,10 @@ class LocalStepStates(StateProvider):
 
     def capture(self) -> CapturedState:
         """Returns the state of this worker's replicas, and the places of weights and statistics in the model."""
+        elastic = getattr(self._fit.model.distribute_strategy, "elastic", None)
+        if elastic is not None:
+            arrays, counts = elastic.state()
+            return CapturedState(own=arrays, plain={"outer": [], "statistics": [], "rows": counts})
         if self._trained is None:
             return CapturedState(plain={"outer": [], "statistics": []})
         own = {name: _read(variable) for name, variable in self._trained.state().items()}
@@ -39,6 +43,9 @@ class LocalStepStates(StateProvider):
 
     def restore(self, saved: SavedState) -> None:
         """Restores the state, or gives all replicas the weights of the last synchronization."""
+        elastic = getattr(self._fit.model.distribute_strategy, "elastic", None)
+        if elastic is not None and "rows" in saved.plain and not saved.is_of_later_fit:
+            elastic.restore(saved.own.arrays, saved.plain["rows"])
         if saved.synchronization is None:
             return
         if self._trained is not None:

@@ -118,6 +118,9 @@ class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Appends a `FitBackup` to the list of callbacks, so that it sees the changes of all other callbacks."""
+        strategy = self.model.distribute_strategy
+        if getattr(strategy, "elastic", None) is not None and not strategy.extended.should_checkpoint:
+            return  # Worker 0 backs up for all, and gives its state to the workers that join.
         of_running_fit(self._options, self.model)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -270,7 +270,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
 
 
 def _identity_of(strategy: Any) -> WorkerIdentity:
-    workers = tf_internals.number_of_workers(strategy)
+    elastic = getattr(strategy, "elastic", None)
+    workers = tf_internals.number_of_workers(strategy) if elastic is None else elastic.workers
     spec = ClusterSpec.from_env() if workers > 1 else None
     attempt = int(os.environ.get(ATTEMPT) or 0)
     return WorkerIdentity(spec.worker_id if spec else 0, workers, socket.gethostname(), os.getpid(), attempt)

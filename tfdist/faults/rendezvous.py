@@ -178,7 +178,7 @@ class _Desk:
         self._warnings = Warnings()
         self._misfit: str | None = None
         tls = Tls.from_env()  # First, since it may raise: no socket is open yet.
-        self._reception = ConnectionAcceptor(_listen(cluster), self._shake_hands, tls)
+        self._reception = ConnectionAcceptor(listen_at(cluster), self._shake_hands, tls)
 
     def __enter__(self) -> "_Desk":
         return self
@@ -277,7 +277,8 @@ class _Resolved:
             self._found[host] = frozenset(listening.addresses_of(host))
 
 
-def _listen(cluster: ClusterSpec) -> list[socket.socket]:
+def listen_at(cluster: ClusterSpec) -> list[socket.socket]:
+    """Listens at the address of worker 0 in TF_CONFIG. Raises `ClusterError` if the port is taken."""
     host, port = split_address(cluster.address)
     try:
         return listening.listen(host, port, backlog=1024, reuse_port=is_held(port))

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.errors import CHIEF_SAYS, WAIT_FOR_CHIEF
+from tfdist.errors import CHIEF_IS_GONE, CHIEF_SAYS, WAIT_FOR_CHIEF
 from tfdist.events.event_file import START, read_header
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.failure_kinds import (
@@ -38,7 +38,7 @@ _ARGUMENT_ERROR = 2  # Exit code of argparse, and of Python for a wrong command 
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
 _CONSEQUENCE_TEXTS = (
     *("Collective ops is aborted", "Agent must be in CONNECTED state"),
-    *(WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: "),
+    *(WAIT_FOR_CHIEF, CHIEF_IS_GONE, f"{CHIEF_SAYS}: "),
 )
 _WITHOUT_HEARTBEATS = re.compile(r"stopped sending heartbeats\):\s*/job:worker/replica:0/task:(\d+)")
 

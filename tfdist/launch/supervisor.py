@@ -31,6 +31,7 @@ from tfdist.launch.first_failure import (
     with_step,
 )
 from tfdist.launch.gpu_discovery import VISIBLE_DEVICES
+from tfdist.launch.lost_workers import LostWorkers
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.run_summary import details_of, named, outcome_line
 from tfdist.launch.run_terminal import RunTerminal
@@ -259,6 +260,7 @@ class Supervisor:
         self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
     ) -> Attempt:
         options, caught, stragglers, stopped = self._options, self._caught, LateWorkers(), StoppedWorkers()
+        lost = LostWorkers(options.max_restarts, options.restart_window_seconds)
         looked, wants_room = 0.0, False
 
         def look() -> bool:
@@ -275,9 +277,13 @@ class Supervisor:
             if not wants_room and self._size.is_due(now - start):
                 wants_room = True
                 self._ask_for_room(number)
-            return bool(self._stuck(group, number))
+            self._end_late_joiners(group, number, lost)
+            return bool(self._stuck(group, number) or lost.is_due(now))
 
-        group.wait(until=look)
+        while True:
+            group.wait(until=look)
+            if caught or not self._goes_on(group, number, lost):
+                break
         codes = {each.returncode for each in group.exits}
         stuck = self._stuck(group, number)
         if caught:
@@ -302,6 +308,47 @@ class Supervisor:
         failure = with_step(failure, self._run_dir, [each.index for each in group.exits])
         failure = self._with_cache_lock(failure, number, start)
         return ended("failed", failure.exit_code, failure, [index for index in others if index != failure.worker])
+
+    def _goes_on(self, group: WorkerGroup, number: int, lost: LostWorkers) -> bool:
+        """Whether the attempt goes on after a wait, in a job that goes on without lost workers. Starts them again."""
+        told = self._files.members(number)
+        if told is None:
+            return False
+        chief_is_done = any(each.index == 0 and each.returncode == 0 for each in group.exits)
+        for each in group.exits:
+            if not each.returncode:
+                continue
+            if each.returncode == PREEMPTED and each.index == 0:
+                return False
+            failure = first_failure(self._run_dir, number, [each], [], time.time())
+            is_exception = failure.kind == "exception"
+            if LostWorkers.concerns_all(each.index, failure.category, is_exception=is_exception) and not chief_is_done:
+                return False
+            group.forget(each.index)
+            with contextlib.suppress(OSError):  # The next start of the worker makes its own.
+                self._files.report(number, each.index).rename(self._files.earlier_report(number, each.index))
+            pause = None if chief_is_done else lost.lose(each.index, time.time(), failure.place, told[1])
+            self._tell_lost(failure, pause, chief_is_done=chief_is_done)
+        for worker in [] if chief_is_done else lost.due(time.time()):
+            group.start_again(worker)
+        return bool(group.running) and not self._stuck(group, number)
+
+    def _end_late_joiners(self, group: WorkerGroup, number: int, lost: LostWorkers) -> None:
+        """Ends workers that have started again alone, but did not join before worker 0 was done."""
+        if any(each.index == 0 and each.returncode == 0 for each in group.exits):
+            told = self._files.members(number)
+            for worker in lost.outside(told[1]) if told else []:
+                if worker in group.pids:
+                    os.kill(group.pids[worker], signal.SIGKILL)
+
+    def _tell_lost(self, failure: Failure, pause: float | None, *, chief_is_done: bool) -> None:
+        logging.error("%s; the others go on without it", failure.describe())
+        if chief_is_done:
+            logging.warning("worker 0 is done, so worker %d does not start again", failure.worker)
+        elif pause is None:
+            logging.error("worker %d has no restarts left; the job goes on without it", failure.worker)
+        else:
+            logging.info("starting worker %d again%s", failure.worker, f" in {pause:g} s" if pause else "")
 
     def _with_cache_lock(self, failure: Failure, number: int, start: float) -> Failure:
         """Removes lock files of data caches that killed workers left. Names any other lock and the remedy."""
@@ -367,6 +414,9 @@ class Supervisor:
         asks = signum if signum == signal.SIGINT else signal.SIGTERM
         group.stop(asks, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
         codes = {each.returncode for each in group.exits}
+        chief = next((each.returncode for each in group.exits if each.index == 0), None)
+        if chief is not None and self._files.members(len(self._attempts)) is not None:
+            codes = {chief}  # The others need not save.
         if codes <= {0}:  # All workers finished, so no restart is needed.
             return 0
         return PREEMPTED if codes <= {0, PREEMPTED} else 128 + signum

@@ -135,6 +135,24 @@ class WorkerGroup:
         for output in self._outputs.values():  # After the last start, since forking with running threads is unsafe.
             output.begin()
 
+    def forget(self, index: int) -> WorkerExit:
+        """Removes the exit of a worker, which is to start again or is not needed any more, and returns it."""
+        gone = next(each for each in self._exits if each.index == index)
+        self._exits.remove(gone)
+        return gone
+
+    def start_again(self, index: int) -> None:
+        """Starts a worker again that has ended, with the same cluster spec. Its log goes on.
+
+        Raises:
+          ClusterError: If the process cannot be started.
+        """
+        place = next(i for i, spec in enumerate(self._specs) if spec.worker_id == index)
+        self._start_worker(self._specs[place], self._own_env(self._slots[place]) if self._slots else {})
+        if self._guard:
+            self._guard.watch(process.pid for process in self._running.values())
+        self._outputs[index].begin()
+
     def poll(self) -> None:
         """Records workers that have ended since the last `poll`, and kills child processes that they left running.
 

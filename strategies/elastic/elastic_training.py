@@ -1,0 +1,509 @@
+"""Local steps of a strategy that goes on without lost workers: when a worker trains, synchronizes and joins."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist._compat import keras_stack
+from tfdist.cluster import ClusterSpec
+from tfdist.errors import ClusterError
+from tfdist.events.phase_names import WAITING
+from tfdist.faults import watchdog
+from tfdist.package_version import version_of
+from tfdist.run_files import ATTEMPT, RunFiles
+from tfdist.strategies.chief_only_guard import is_on_chief_alone
+from tfdist.strategies.elastic import model_state
+from tfdist.strategies.elastic.elastic_input import check_sharding, own_rows
+from tfdist.strategies.elastic.fit_in_rounds import FitInRounds
+from tfdist.strategies.elastic.outer_step import OuterStep
+from tfdist.strategies.elastic.round_chief import RoundChief
+from tfdist.strategies.elastic.round_member import RoundMember
+from tfdist.strategies.elastic.round_messages import Message
+from tfdist.strategies.elastic.round_policy import (
+    Contribution,
+    RowLedger,
+    RowReport,
+    average_by_rows,
+    steps_of_equal_time,
+    trains,
+)
+from tfdist.strategies.elastic.shared_seed import random_states, take_random_states
+from tfdist.strategies.local_steps.synchronization import Synchronization, described
+
+_PACKAGES = ("tfdist", "tensorflow", "keras")
+_BEATS_MISSED = 3  # A busy process may be late for its signs of life.
+_PROGRESS_SECONDS = 0.2
+_PATIENCE_ROUNDS = 10
+
+
+class _Epoch(int):
+    """An epoch number that is true even if it is 0, because Keras evaluates `_initial_epoch or initial_epoch`."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class ElasticTraining:
+    """Trains by local steps, and synchronizes with the workers that live.
+
+    Each worker runs TensorFlow by itself, so that the end of one does not fail the others. A round are the steps
+    between two synchronizations. At its end each member sends its weights to worker 0, which averages them and answers
+    with the next weights. A worker that has started again gets weights, optimizer and position from worker 0 before the
+    next round begins.
+
+    Args:
+      synchronization: How often to synchronize, and how.
+      cluster: The cluster.
+      strategy: The strategy of this worker's devices.
+
+    Attributes:
+      worker: The number of this worker.
+      workers: Number of workers of the job.
+    """
+
+    def __init__(self, synchronization: Synchronization, cluster: ClusterSpec, strategy: Any):
+        self.worker, self.workers = cluster.worker_id, cluster.num_workers
+        self._synchronization, self._strategy = synchronization, weakref.ref(strategy)
+        self._ledger, self._fits, self._round_seconds = RowLedger(), 0, 0.0
+        self._fit: FitInRounds | None = None
+        self._outer: tuple[weakref.ref[keras.Model], OuterStep] | None = None
+        self._options = options = strategy.fault_tolerance
+        self._restored: Sequence[np.ndarray] = ()
+        self._told_at = 0.0
+        self._chief: RoundChief | None = None
+        silence_seconds = _BEATS_MISSED * options.heartbeat_timeout_seconds
+        self._devices = devices = len(strategy.extended.worker_devices)
+        versions = {package: version_of(package) for package in _PACKAGES}
+        setup = {"synchronization": described(synchronization), "devices": devices, "versions": versions}
+        if self.worker == 0:
+            greeting = Message("greeting", {"setup": setup, "random": random_states()})
+            self._chief = RoundChief(cluster, silence_seconds, greeting, self._lose, _write_members)
+            _write_members([], {})
+        else:
+            self._member = RoundMember(cluster, options.start_timeout_seconds, silence_seconds)
+            said = self._member.hear("greeting").fields
+            if said["setup"] != setup:
+                raise ClusterError(
+                    f"All workers must make equal strategies with equally many devices and versions, but worker 0 has "
+                    f"{said['setup']}, and worker {self.worker} {setup}. Start the same script on all workers."
+                )
+            take_random_states(said["random"])
+        strategy.reports.are_local = True
+        strategy.reports.place = range(self.worker * devices, (self.worker + 1) * devices), self.workers * devices
+        count = weakref.WeakMethod(self._count_rows)
+        strategy.reports.listeners.append(lambda report: (known := count()) and known(report))
+
+    def refuse_loop(self) -> None:
+        """Refuses training outside of `fit`, where nothing would synchronize.
+
+        Raises:
+          ValueError: Always.
+        """
+        raise ValueError(
+            "With tolerate_lost_workers, workers synchronize in `fit`, but the script trains in a loop of its own or "
+            "by `train_on_batch`. Use `fit`, with a `train_step` of your own if need be, or leave it out."
+        )
+
+    # -- the input
+
+    def input_context(self, context: tf.distribute.InputContext) -> tf.distribute.InputContext:
+        """Returns the input context of this worker among all workers of the job."""
+        replicas = context.num_replicas_in_sync * self.workers
+        return tf.distribute.InputContext(self.workers, self.worker, replicas)
+
+    def of_own_context(self, dataset_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns a dataset function that is called with the input context of this worker in the job."""
+        return lambda context: dataset_fn(self.input_context(context))
+
+    def check_sharding(self, sharding: Any) -> None:
+        """Checks that each worker has rows of each batch of a `BalancedSharding`; raises `ValueError` if not."""
+        check_sharding(sharding, self.workers * self._devices)
+
+    def own_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the batches of a dataset that all workers read, with this worker's rows of each."""
+        return own_rows(dataset, self.worker, self.workers)
+
+    # -- the run of a `fit`
+
+    def begin_fit(self, model: keras.Model) -> None:
+        """Begins a `fit`, when Keras has built the model. Other workers than worker 0 wait for its state here."""
+        _check_keeps_no_averages(model)
+        if self._fit is not None:
+            self.end_fit()
+        fit = self._fit = FitInRounds(self._fits, weakref.ref(model), self._executions(model))
+        self._fits += 1
+        if self._chief is not None:
+            return
+        self._member.send(Message("join", {"fit": fit.number, "is_warm": False}))
+        with self._waiting():
+            said = self._member.hear("place", "state", "over", fit=fit.number)
+        if said.kind == "over":
+            self._take_end(fit, said)
+            model._initial_epoch = _Epoch(sys.maxsize)  # Nothing is left to train.
+            return
+        if said.kind == "state":
+            self._take_state(model, said)
+        fit.is_warm = said.kind == "state"  # All begin together, and need not trace before.
+        epoch, batch = said.fields["place"]
+        fit.until = epoch, batch
+        text, sharding = said.fields["sharding"], self._sharding()
+        fit.reads = sharding is None or text is None
+        if not fit.reads:
+            sharding.deserialize(text)
+        # Keras' own callback sets this attribute to tell `fit` the first epoch.
+        model._initial_epoch = _Epoch(epoch)
+
+    def train(self, model: keras.Model | None, function: Callable[[], Any], iterator: Any) -> Any:
+        """Runs the train function of a model for its next steps, or skips them; synchronizes if it is due.
+
+        Args:
+          model: The model.
+          function: Runs the steps, and returns their logs.
+          iterator: The iterator that the steps read.
+        """
+        fit = self._fit
+        if model is None or fit is None or fit.model() is not model:
+            raise ClusterError(
+                "With tolerate_lost_workers, workers synchronize within one `fit` of one model, but another model is "
+                "trained, or within the `fit` of another. Train one model after the other."
+            )
+        assert model is not None
+        model._initial_epoch = None
+        together = model.steps_per_execution
+        if self._passes_over(fit):
+            if fit.reads:
+                self._read(iterator, together, skips=model)
+            return dict(fit.logs)
+        if fit.is_over:
+            return dict(fit.logs)
+        if not fit.is_warm:
+            self._warm_up(fit, model, function)
+            return dict(fit.logs)
+        if not fit.steps:
+            self._begin_round(fit, model)
+        fit.end_skipping()
+        if trains(fit.steps // together, fit.target, self._executions(model)):
+            fit.logs = function()
+            fit.trained += together
+        else:
+            fit.skipping_since = time.monotonic()
+            fit.skipped += self._read(iterator, together, skips=model)
+        fit.steps += together
+        if time.monotonic() - self._told_at > _PROGRESS_SECONDS:
+            self.tell_progress()
+        if fit.steps >= self._synchronization.every:
+            self._synchronize(fit, model)
+        return fit.logs
+
+    def _passes_over(self, fit: FitInRounds) -> bool:
+        """Whether the others have trained on the present batch before this worker joined."""
+        if fit.until is not None and keras_stack.place_in_fit() >= fit.until:
+            fit.until = None
+        return fit.until is not None
+
+    def _warm_up(self, fit: FitInRounds, model: keras.Model, function: Callable[[], Any]) -> None:
+        """Runs a step, and joins the `fit` of the others after it: they do not wait until this worker has traced it.
+
+        The results of the step are replaced by the state of worker 0, at a later place than this step.
+        """
+        fit.logs = function()
+        fit.is_warm = True
+        self._member.send(Message("join", {"fit": fit.number, "is_warm": True}))
+        with self._waiting():
+            said = self._member.hear("state", "over", fit=fit.number)
+        fit.rows = fit.epoch_rows = 0
+        if said.kind == "over":
+            self._take_end(fit, said)
+            return
+        self._take_state(model, said)
+        model.reset_metrics()
+        epoch, batch = said.fields["place"]
+        fit.until, fit.reads = (epoch, batch), True
+        logging.warning("worker %d joins in epoch %d, after batch %d", self.worker, epoch + 1, batch)
+
+    def _take_state(self, model: keras.Model, state: Message) -> None:
+        self._assign(model_state.all_state_of(model), state.arrays)
+        self._ledger = RowLedger.from_json(state.fields["ledger"])
+
+    def synchronize(self) -> None:
+        """Synchronizes if this worker has trained since the last time, as at the end of an epoch."""
+        fit = self._fit
+        model = None if fit is None else fit.model()
+        if fit is not None and model is not None and fit.steps and not fit.is_over and not is_on_chief_alone():
+            self._synchronize(fit, model)
+
+    def end_epoch(self, logs: dict[str, Any] | None) -> None:
+        """Synchronizes, and averages the logs of an epoch over all members by rows."""
+        self.synchronize()
+        fit = self._fit
+        if fit is None or fit.is_over or self._passes_over(fit):
+            return
+        own = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
+        part = Message("logs", {"fit": fit.number, "place": self._place(fit), "rows": fit.epoch_rows, "logs": own})
+        fit.epoch_rows = 0
+        with self._waiting():
+            if self._chief is not None:
+                parts = {0: part, **self._chief.gather("logs", self._place(fit), self._patience_seconds)}
+                averages = _averaged_logs(parts)
+                answer = Message("logs", {"fit": fit.number, "logs": averages})
+                self._chief.answer(dict.fromkeys(parts.keys() - {0}, answer))
+            else:
+                self._member.send(part)
+                answer = self._member.hear("logs", "over", fit=fit.number)
+                if answer.kind == "over":
+                    self._take_end(fit, answer)
+                    return
+                averages = answer.fields["logs"]
+        (logs or {}).update(averages)
+
+    def end_fit(self) -> None:
+        """Ends a `fit` on this worker; worker 0 thereby ends it for all."""
+        fit, self._fit = self._fit, None
+        if fit is None:
+            return
+        if self._chief is not None:
+            model = fit.model
+            self._chief.late = lambda: self._over(fit.number, model())
+            self._chief.end_fit(fit.number, self._over(fit.number, model()))
+            logging.info("%s", self.report().describe())
+        elif not fit.is_over:
+            self._member.send(Message("leave", {"fit": fit.number}))
+
+    def joining(self) -> list[int]:
+        """Returns the workers that worker 0 lets join the running `fit` when its next round begins."""
+        return [] if self._chief is None or self._fit is None else self._chief.joining(self._fit.number)
+
+    def tell_progress(self) -> None:
+        """Tells worker 0 how many rows this worker has trained on since the last synchronization."""
+        if self._chief is None and self._fit is not None:
+            self._told_at = time.monotonic()
+            self._member.send(Message("progress", {"rows": self._fit.rows}))
+
+    def report(self) -> RowReport:
+        """Returns the rows that each worker has trained on, until the last synchronization."""
+        return self._ledger.report(self.workers)
+
+    # -- backups
+
+    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Returns what worker 0 keeps beside the model, for a backup: the outer optimizer, and the counts of rows."""
+        values = self._restored if self._outer is None else self._outer[1].values()
+        return {f"outer/{i}": value for i, value in enumerate(values)}, self._ledger.to_json()
+
+    def restore(self, arrays: Mapping[str, np.ndarray], counts: Mapping[str, Any]) -> None:
+        """Restores what `state` has returned."""
+        self._restored = [arrays[f"outer/{i}"] for i in range(sum(name.startswith("outer/") for name in arrays))]
+        self._outer = None  # The next round makes it.
+        self._ledger = RowLedger.from_json(counts)
+
+    # -- rounds
+
+    def _begin_round(self, fit: FitInRounds, model: keras.Model) -> None:
+        if self._chief is not None:
+            is_first, fit.has_begun = not fit.has_begun, True
+            if is_first:
+                workers = range(1, self.workers) if fit.number == 0 else None
+                with self._waiting():
+                    joining = self._chief.await_workers(fit.number, workers, self._options.start_timeout_seconds)
+            else:
+                joining = self._chief.joining(fit.number)
+            if joining:
+                self._chief.welcome(joining, self._state(fit, model))
+                if not is_first:
+                    logging.warning("worker %s has joined", ", ".join(map(str, joining)))
+            self._chief.present = Message("place", self._place_fields(fit))
+            trainable = self._values(model_state.weights_of(model)[0])
+            self._outer_of(model, trainable).begin(trainable)
+        fit.began, fit.away = time.monotonic(), 0.0
+
+    def _synchronize(self, fit: FitInRounds, model: keras.Model) -> None:
+        place = self._place(fit)
+        trainable, others = model_state.weights_of(model)
+        ends = self._values([*trainable, *others])  # Waits until a GPU has computed them.
+        fit.end_skipping()
+        seconds = time.monotonic() - fit.began - fit.away
+        done = Contribution(fit.rows, fit.trained, fit.skipped, seconds)
+        with self._waiting():
+            if self._chief is not None:
+                parts = self._chief.gather("weights", place, self._patience_seconds)
+                answer = self._averaged(fit, done, ends, parts, len(trainable), self._executions(model))
+                self._chief.answer(dict.fromkeys(parts, answer))
+                self._round_seconds = time.monotonic() - fit.began
+            else:
+                fields = {"fit": fit.number, "place": place, "done": dataclasses.asdict(done)}
+                self._member.send(Message("weights", fields, ends))
+                answer = self._member.hear("weights", "over", fit=fit.number)
+        if answer.kind == "over":
+            self._take_end(fit, answer)
+            return
+        self._assign([*trainable, *others], answer.arrays)
+        if self._chief is None:
+            self._ledger = RowLedger.from_json(answer.fields["ledger"])
+        fit.target = dict(map(tuple, answer.fields["targets"])).get(self.worker, self._executions(model))
+        fit.steps = fit.trained = fit.rows = fit.skipped = 0
+
+    def _outer_of(self, model: keras.Model, trainable: list[np.ndarray]) -> OuterStep:
+        """Returns the `OuterStep` of a model, which keeps its momentum from one `fit` to the next."""
+        if self._outer is None or self._outer[0]() is not model:
+            self._outer = weakref.ref(model), OuterStep(self._synchronization, trainable, self._restored)
+            self._restored = ()
+        return self._outer[1]
+
+    def _averaged(
+        self,
+        fit: FitInRounds,
+        own: Contribution,
+        ends: list[np.ndarray],
+        parts: Mapping[int, Message],
+        trainable: int,
+        executions: int,
+    ) -> Message:
+        """Returns the answer of worker 0 to the members of a round: the next weights."""
+        done = {0: own} | {worker: Contribution(**part.fields["done"]) for worker, part in parts.items()}
+        all_ends = {0: ends} | {worker: list(part.arrays) for worker, part in parts.items()}
+        rows = {worker: each.rows for worker, each in done.items()}
+        assert self._outer is not None
+        following = self._outer[1].next({worker: each[:trainable] for worker, each in all_ends.items()}, rows)
+        for i in range(trainable, len(ends)):
+            is_float = ends[i].dtype.kind not in "iub"
+            same = {worker: each[i] for worker, each in all_ends.items()}
+            following.append(average_by_rows(same, rows) if is_float else ends[i])
+        self._ledger.close_round(done, self.workers)
+        targets = steps_of_equal_time(done, executions) if self._synchronization.equal_time else {}
+        fields = {"fit": fit.number, "ledger": self._ledger.to_json(), "targets": sorted(targets.items())}
+        return Message("weights", fields, following)
+
+    def _state(self, fit: FitInRounds, model: keras.Model) -> Message:
+        """Returns the state of the model and the place where training goes on, for workers that join."""
+        fields = {**self._place_fields(fit), "ledger": self._ledger.to_json()}
+        return Message("state", fields, self._values(model_state.all_state_of(model)))
+
+    def _place_fields(self, fit: FitInRounds) -> dict[str, Any]:
+        """Returns the place where training goes on, as JSON."""
+        sharding = self._sharding()
+        text = None if sharding is None else sharding.serialize()
+        text = text.decode() if isinstance(text, bytes) else text
+        return {"fit": fit.number, "place": keras_stack.place_in_fit(), "sharding": text}
+
+    def _over(self, number: int, model: keras.Model | None) -> Message:
+        arrays = [] if model is None else self._values(model_state.all_state_of(model))
+        return Message("over", {"fit": number, "ledger": self._ledger.to_json()}, arrays)
+
+    def _take_end(self, fit: FitInRounds, over: Message) -> None:
+        """Takes the news that worker 0 has ended a `fit`, which ends it on this worker."""
+        model, fit.is_over = fit.model(), True
+        if model is not None:
+            model.stop_training = True
+            if over.arrays:
+                self._assign(model_state.all_state_of(model), over.arrays)
+        self._ledger = RowLedger.from_json(over.fields["ledger"])
+
+    # -- helpers
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The context of a wait for other workers, which has deadlines of its own."""
+        strategy = self._strategy()
+        with watchdog.section(WAITING), strategy.reports.activity.exchanging("fit"):  # type: ignore[union-attr]
+            yield
+
+    @property
+    def _patience_seconds(self) -> float:
+        """How long worker 0 waits for a member that lives but has not finished its round."""
+        given = self._options.stall_timeout_seconds
+        return given or max(self._options.start_timeout_seconds, _PATIENCE_ROUNDS * self._round_seconds)
+
+    def _place(self, fit: FitInRounds) -> list[int]:
+        return [fit.number, *keras_stack.place_in_fit()]
+
+    def _executions(self, model: keras.Model) -> int:
+        """Number of executions of the train function in a round."""
+        return -(-self._synchronization.every // model.steps_per_execution)
+
+    def _sharding(self) -> Any:
+        """The `BalancedSharding` that the running `fit` reads, if any."""
+        return keras_stack.sharding_of_fit()
+
+    def _values(self, variables: list[Any]) -> list[np.ndarray]:
+        return model_state.values_of(variables, self._strategy())
+
+    def _assign(self, variables: list[Any], values: Any) -> None:
+        model_state.assign(variables, values, self._strategy())
+
+    def _lose(self, worker: int, rows: int) -> None:
+        self._ledger.lose(worker, rows)
+
+    def _count_rows(self, report: Any) -> None:
+        """Counts the rows of a training step, in a thread of TensorFlow, before the step ends."""
+        if self._fit is not None:
+            rows = int(report.rows.sum())
+            self._fit.rows += rows
+            self._fit.epoch_rows += rows
+
+    def _read(self, iterator: Any, batches: int, skips: keras.Model | None = None) -> int:
+        """Reads batches without training, and returns their rows. `skips`: a model that would have trained on them."""
+        total, strategy = 0, self._strategy()
+        for _ in range(batches):
+            try:
+                batch = next(iterator)
+            except StopIteration as error:
+                raise tf.errors.OutOfRangeError(None, None, "The input has ended.") from error
+            watchdog.moved()
+            first = tf.nest.flatten(batch)[0]
+            rows = [int(tf.shape(own)[0]) for own in strategy.experimental_local_results(first)]  # type: ignore[union-attr]
+            total += sum(rows)
+            if skips is not None:
+                strategy.reports.pass_over(skips, rows)  # type: ignore[union-attr]
+        return total
+
+
+def cluster_by_itself(cluster_resolver: Any) -> ClusterSpec | None:
+    """Returns the cluster of a process that runs TensorFlow by itself; `None` if it is the only worker.
+
+    Raises:
+      ValueError: If a resolver is given: only TF_CONFIG describes the cluster here.
+    """
+    if cluster_resolver is not None:
+        raise ValueError(
+            "With tolerate_lost_workers TF_CONFIG describes the cluster, but a cluster_resolver was given. Leave one "
+            "of the two out."
+        )
+    cluster = ClusterSpec.from_env()
+    return cluster if cluster is not None and cluster.num_workers > 1 else None
+
+
+def _averaged_logs(parts: Mapping[int, Message]) -> dict[str, float]:
+    """Returns the logs that all members have, averaged by the rows of the epoch; equally if nobody tells rows."""
+    rows = {worker: part.fields["rows"] for worker, part in parts.items()}
+    names = [name for name in parts[0].fields["logs"] if all(name in part.fields["logs"] for part in parts.values())]
+    return {
+        name: float(average_by_rows({w: np.asarray(part.fields["logs"][name]) for w, part in parts.items()}, rows))
+        for name in names
+    }
+
+
+def _check_keeps_no_averages(model: keras.Model) -> None:
+    if getattr(model.optimizer, "use_ema", False):
+        raise ValueError(
+            f"With `synchronization` each worker would keep moving averages of its own weights, but optimizer "
+            f"{model.optimizer.name!r} has use_ema=True, and `fit` ends with the averages as weights. "
+            "Leave use_ema out."
+        )
+
+
+def _write_members(members: Any, joins: Mapping[int, int]) -> None:
+    """Tells the supervisor that the job goes on without lost workers, and its members."""
+    files = RunFiles.of_worker()
+    if files is not None:
+        with contextlib.suppress(OSError):
+            files.tell_of_members(int(os.environ.get(ATTEMPT, "0")), [0, *members], joins)

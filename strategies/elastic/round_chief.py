@@ -1,0 +1,276 @@
+"""Worker 0's end of rounds: admits members, gathers their parts, answers, and goes on without lost ones."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from absl import logging
+
+from tfdist.cluster import ClusterSpec
+from tfdist.errors import ClusterError, WorkerLostError
+from tfdist.faults import rendezvous
+from tfdist.network.connection_acceptor import ConnectionAcceptor
+from tfdist.network.handshake import NotOursError, receive
+from tfdist.network.secret import Secret
+from tfdist.network.tls import Tls
+from tfdist.strategies.elastic.member_link import MemberLink
+from tfdist.strategies.elastic.round_messages import Message
+
+_LINE_BYTES = 1 << 18
+_LOOK_SECONDS = 0.5
+_LOG_SECONDS = 5.0
+
+
+class RoundChief:
+    """The connections of worker 0 to all other workers that live, and which of them take part in rounds.
+
+    Args:
+      cluster: The cluster.
+      silence_seconds: How long a worker may be silent before it counts as lost.
+      greeting: The first message to each worker that connects.
+      on_loss: Called with a member that is lost during a `fit`, and the rows of which it has told since the last round.
+      on_members: Called with the members, and how often each worker has joined, whenever they change.
+
+    Attributes:
+      present: The place of the running `fit`, for workers that must still trace their step; `None` before it has begun.
+      late: Returns the answer to a worker that wants to join a `fit` that is over; `None` before the first.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        silence_seconds: float,
+        greeting: Message,
+        on_loss: Callable[[int, int], None],
+        on_members: Callable[[Collection[int], Mapping[int, int]], None],
+    ):
+        self._cluster, self._silence_seconds = cluster, silence_seconds
+        self._greeting, self._on_loss, self._on_members = greeting, on_loss, on_members
+        self.present: Message | None = None
+        self.late: Callable[[], Message] | None = None
+        self._changed = threading.Condition()
+        self._links: dict[int, MemberLink] = {}
+        self._joining: dict[int, int] = {}  # The `fit` that a worker wants to join.
+        self._members: set[int] = set()
+        self._joins: dict[int, int] = {}
+        self._offered: dict[int, Message] = {}
+        self._told: dict[int, int] = {}  # Rows since the last round, by the signs of progress of a member.
+        self._fits_over = 0
+        secret = Secret.from_env()
+        self._acceptor: ConnectionAcceptor[int] = ConnectionAcceptor(
+            rendezvous.listen_at(cluster), functools.partial(self._admit, secret), Tls.from_env()
+        )
+        threading.Thread(target=self._accept, name="tfdist-members", daemon=True).start()
+
+    @property
+    def members(self) -> list[int]:
+        """The workers other than worker 0 that take part in the next round."""
+        with self._changed:
+            return sorted(self._members)
+
+    def await_workers(self, fit: int, workers: Collection[int] | None, seconds: float) -> list[int]:
+        """Waits until workers want to join a `fit`, and returns those that do.
+
+        Args:
+          fit: Number of the `fit`.
+          workers: The workers; `None` for those that are connected.
+          seconds: The deadline.
+
+        Raises:
+          WorkerLostError: If some of the given `workers` do not come in time.
+        """
+        deadline = time.monotonic() + seconds
+        logged = time.monotonic()
+        with self._changed:
+            while True:
+                awaited = set(self._links) if workers is None else set(workers)
+                missing = sorted(worker for worker in awaited if self._joining.get(worker) != fit)
+                now = time.monotonic()
+                if not missing or (workers is None and now > deadline):
+                    return sorted(worker for worker, wanted in self._joining.items() if wanted == fit)
+                addresses = self._cluster.training_addresses
+                names = ", ".join(f"worker {worker} at {addresses[worker]}" for worker in missing)
+                if now > deadline:
+                    raise WorkerLostError(
+                        f"All {self._cluster.num_workers} workers must begin `fit` within {seconds:g} s, but these "
+                        f"have not: {names}. Start the missing workers, see their logs, or raise "
+                        "start_timeout_seconds of tfdist.FaultTolerance. Later a worker may be missing."
+                    )
+                if now - logged > _LOG_SECONDS:
+                    logged = now
+                    logging.warning("waiting %.0f s more for %s", deadline - now, names)
+                self._changed.wait(min(_LOOK_SECONDS, max(0.01, deadline - now)))
+
+    def joining(self, fit: int) -> list[int]:
+        """Returns the workers that wait to join a `fit`."""
+        with self._changed:
+            return sorted(worker for worker, wanted in self._joining.items() if wanted == fit)
+
+    def welcome(self, workers: Collection[int], message: Message) -> None:
+        """Makes workers members from the next round on, and sends them the present state."""
+        with self._changed:  # Before the message, which a worker may answer at once.
+            here = [worker for worker in workers if worker in self._links]
+            for worker in here:
+                self._joining.pop(worker, None)
+                self._offered.pop(worker, None)
+                self._told[worker] = 0
+                self._members.add(worker)
+                self._joins[worker] = self._joins.get(worker, 0) + 1
+        self._send_all(dict.fromkeys(here, message))
+        with self._changed:
+            self._tell_members()
+
+    def gather(self, kind: str, place: Any, patience_seconds: float) -> dict[int, Message]:
+        """Waits until each member has sent its part of a round, and returns the parts by worker.
+
+        Members that are lost meanwhile, or send nothing in time, are left out.
+
+        Args:
+          kind: Kind of the messages.
+          place: The place in training, equal on all members.
+          patience_seconds: How long to wait for a member that lives.
+
+        Raises:
+          ClusterError: If a member is at another place.
+        """
+        deadline = time.monotonic() + patience_seconds
+        with self._changed:
+            while missing := [worker for worker in sorted(self._members) if worker not in self._offered]:
+                is_late = time.monotonic() > deadline
+                for worker in missing:
+                    if is_late or self._links[worker].is_silent:
+                        why = f"has sent nothing for {patience_seconds:g} s" if is_late else "is frozen or cut off"
+                        self._drop(worker, self._links[worker], why)
+                if missing and not is_late:
+                    self._changed.wait(_LOOK_SECONDS)
+            parts = {worker: self._offered.pop(worker) for worker in sorted(self._members)}
+            self._told = dict.fromkeys(self._members, 0)
+        for worker, part in parts.items():
+            if (part.kind, part.fields.get("place")) != (kind, place):
+                raise ClusterError(
+                    f"All workers must synchronize after the same steps, but worker 0 is at {kind} {place} (fit, "
+                    f"epoch, step) and worker {worker} at {part.kind} {part.fields.get('place')}. Give all workers "
+                    "equally many batches: a BalancedSharding, arrays, or `repeat()` and steps_per_epoch."
+                )
+        return parts
+
+    def answer(self, messages: Mapping[int, Message]) -> None:
+        """Sends messages to members, which end a round for them."""
+        self._send_all(messages)
+
+    def end_fit(self, fit: int, message: Message) -> None:
+        """Tells all workers that still take part in a `fit`, or wait to join it, that it is over."""
+        with self._changed:
+            self._fits_over, self.present = fit + 1, None
+            late = {worker for worker, wanted in self._joining.items() if wanted <= fit}
+            told = self._members | late
+            self._joining = {worker: wanted for worker, wanted in self._joining.items() if worker not in late}
+            self._members = set()
+            self._offered.clear()
+        self._send_all(dict.fromkeys(told, message))
+
+    # The methods below run in threads of this object.
+
+    def _admit(self, secret, connection):
+        worker = receive(connection, secret, _LINE_BYTES)
+        number, addresses = worker.get("member"), worker.get("addresses")
+        if type(number) is not int or not 0 < number < self._cluster.num_workers:
+            raise NotOursError("it is not a worker of this job")
+        if addresses != list(self._cluster.training_addresses):
+            raise NotOursError("it has other addresses in its TF_CONFIG")
+        return number
+
+    def _accept(self):
+        while True:
+            guest = self._acceptor.next(_LOOK_SECONDS)
+            if guest is None:
+                continue
+            connection, _, worker = guest
+            link = MemberLink(
+                connection,
+                self._silence_seconds,
+                functools.partial(self._take, worker),
+                functools.partial(self._lose, worker),
+            )
+            with self._changed:
+                if worker in self._links:  # Its process has ended, and a new one is faster than that news.
+                    self._drop(worker, self._links[worker], "was started again")
+                self._links[worker] = link
+                self._changed.notify_all()
+            self._send(worker, link, self._greeting)
+
+    def _take(self, worker, link, message):
+        """Takes a message of a worker."""
+        with self._changed:
+            if self._links.get(worker) is not link:
+                return
+            if message.kind == "progress":
+                self._told[worker] = message.fields["rows"]
+            elif message.kind == "join" and message.fields["fit"] < self._fits_over and self.late is not None:
+                self._reply(worker, link, self.late)
+            elif message.kind == "join" and self._goes_before(message):
+                present = self.present
+                self._reply(worker, link, lambda: present)
+            elif message.kind == "join":
+                self._joining[worker] = message.fields["fit"]
+            elif message.kind == "leave":
+                self._members.discard(worker)
+            else:
+                self._offered[worker] = message
+            self._changed.notify_all()
+
+    def _goes_before(self, joining):
+        """Whether a worker must run a step before it joins, since the others are training in this `fit`."""
+        is_running = self.present is not None and self.present.fields["fit"] == joining.fields["fit"]
+        return is_running and not joining.fields.get("is_warm", True)
+
+    def _reply(self, worker, link, make):
+        """Sends a message that `make` returns, in a thread: the thread that receives must not wait for a peer."""
+        threading.Thread(target=lambda: self._send(worker, link, make()), daemon=True).start()
+
+    def _lose(self, worker, link, why):
+        with self._changed:
+            if self._links.get(worker) is link:
+                self._drop(worker, link, f"is gone ({why})")
+            self._changed.notify_all()
+
+    def _drop(self, worker, link, why):
+        """Forgets a worker. Needs the lock."""
+        link.close()
+        del self._links[worker]
+        self._joining.pop(worker, None)
+        self._offered.pop(worker, None)
+        rows = self._told.pop(worker, 0)
+        if worker in self._members:
+            self._members.discard(worker)
+            logging.warning(
+                "worker %d at %s %s. The others go on without it; it may join again. Rows it has trained on since the "
+                "last synchronization are lost: %d.",
+                *(worker, self._cluster.training_addresses[worker], why, rows),
+            )
+            self._on_loss(worker, rows)
+            self._tell_members()
+
+    def _tell_members(self):
+        self._on_members(sorted(self._members), dict(self._joins))
+
+    def _send(self, worker, link, message):
+        try:
+            link.send(message)
+        except OSError as error:
+            self._lose(worker, link, str(error))
+            return False
+        return True
+
+    def _send_all(self, messages: Mapping[int, Message]) -> list[int]:
+        """Sends messages to workers at the same time. Returns the workers that took theirs."""
+        with self._changed:
+            links = {worker: self._links[worker] for worker in messages if worker in self._links}
+        if not links:
+            return []
+        with ThreadPoolExecutor(len(links)) as pool:
+            sent = pool.map(lambda worker: self._send(worker, links[worker], messages[worker]), links)
+            return [worker for worker, is_sent in zip(links, list(sent), strict=True) if is_sent]

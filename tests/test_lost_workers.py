@@ -1,0 +1,300 @@
+"""Workers go on without a lost one, which joins again: averages, messages, members, restarts, and a real run."""
+
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from launched import SCRIPTS, nothing_left
+from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.errors import ClusterError, WorkerLostError
+from tfdist.failure_kinds import FailureKind
+from tfdist.launch.lost_workers import LostWorkers
+from tfdist.strategies.elastic.elastic_input import own_rows
+from tfdist.strategies.elastic.outer_step import OuterStep
+from tfdist.strategies.elastic.round_chief import RoundChief
+from tfdist.strategies.elastic.round_member import RoundMember
+from tfdist.strategies.elastic.round_messages import Message, receive_message, send_message
+from tfdist.strategies.elastic.round_policy import (
+    Contribution,
+    RowLedger,
+    average_by_rows,
+    steps_of_equal_time,
+    trains,
+)
+from tfdist.strategies.local_steps.synchronization import check_synchronization
+
+SECONDS = 20.0
+
+# Policy.
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("trained", "every"), [(1, 1), (3, 10), (10, 10), (7, 100), (99, 100)])
+def test_trained_steps_are_spread_evenly(trained, every):
+    steps = [step for step in range(every) if trains(step, trained, every)]
+    assert len(steps) == trained
+    gaps = np.diff([-1, *steps])
+    assert max(gaps) <= -(-every // trained)
+
+
+@pytest.mark.unit
+def test_a_slow_worker_trains_as_long_as_the_fastest():
+    done = {0: Contribution(steps=100, seconds=10.0), 1: Contribution(steps=50, seconds=20.0), 2: Contribution()}
+    assert steps_of_equal_time(done, 100) == {0: 100, 1: 25, 2: 100}
+    assert (
+        steps_of_equal_time({0: Contribution(steps=1, seconds=1e9), 1: Contribution(steps=9, seconds=1.0)}, 9)[0] == 1
+    )
+
+
+@pytest.mark.unit
+def test_averages_weigh_by_rows_and_leave_out_those_without():
+    arrays = {0: np.array([1.0, 2.0], np.float32), 2: np.array([4.0, 8.0], np.float32), 3: np.array([np.nan] * 2)}
+    np.testing.assert_allclose(average_by_rows(arrays, {0: 1, 2: 3, 3: 0}), [3.25, 6.5])
+    np.testing.assert_allclose(average_by_rows({0: arrays[0], 2: arrays[2]}, {0: 0, 2: 0}), [2.5, 5.0])
+    half = {0: np.array([60000.0], np.float16), 1: np.array([60000.0], np.float16)}
+    assert average_by_rows(half, {0: 1, 1: 1}) == half[0]
+
+
+@pytest.mark.unit
+def test_rows_are_counted_by_worker():
+    ledger = RowLedger()
+    ledger.close_round({0: Contribution(rows=8), 1: Contribution(rows=6, skipped=2)}, 3)
+    ledger.lose(1, 5)
+    ledger.close_round({0: Contribution(rows=8), 2: Contribution(rows=8)}, 3)
+    report = RowLedger.from_json(json.loads(json.dumps(ledger.to_json()))).report(3)
+    assert report == ledger.report(3)
+    assert (report.rounds, report.trained, report.lost) == (2, (16, 6, 8), (0, 5, 0))
+    assert (report.skipped, report.missed_rounds) == ((0, 2, 0), (0, 1, 1))
+    assert report.describe().startswith("2 synchronizations: rows in the weights by worker 16, 6, 8; lost 0, 5, 0")
+
+
+@pytest.mark.unit
+def test_a_lost_worker_starts_again_alone_until_it_does_not_join():
+    lost = LostWorkers(limit=2, window_seconds=100.0)
+    assert lost.lose(1, 0.0, None, {1: 1}) == 0.0 and lost.outside({1: 1}) == [1]
+    assert lost.due(0.0) == [1] and not lost.is_due(0.0)
+    assert lost.lose(1, 10.0, None, {1: 1}) == 1.0
+    assert not lost.is_due(10.5) and lost.is_due(11.0)
+    assert lost.outside({1: 2}) == []
+    assert lost.lose(1, 20.0, None, {1: 2}) == 0.0  # It has joined since.
+    assert lost.lose(1, 21.0, None, {1: 2}) == 1.0
+    assert lost.lose(1, 22.0, None, {1: 2}) is None
+    assert lost.lose(2, 22.0, None, {1: 2}) == 0.0
+
+
+@pytest.mark.unit
+def test_worker_0_and_errors_that_come_again_end_the_attempt_for_all():
+    assert LostWorkers.concerns_all(0, FailureKind.MACHINE, is_exception=False)
+    assert LostWorkers.concerns_all(1, FailureKind.PROGRAM, is_exception=True)
+    assert not LostWorkers.concerns_all(1, FailureKind.MACHINE, is_exception=False)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", [tfdist.LocalSGD, tfdist.DiLoCo])
+def test_options_that_exclude_each_other_are_refused(kind):
+    with pytest.raises(ValueError, match="equal_time"):
+        kind(every=4, equal_time=True)
+    with pytest.raises(ValueError, match="tolerate_lost_workers"):
+        kind(every=4, tolerate_lost_workers=1)
+    with pytest.raises(ValueError, match="compress"):
+        check_synchronization(kind(every=4, tolerate_lost_workers=True), None, "int8")
+    with pytest.raises(ValueError, match="all weights synchronize at once"):
+        tfdist.DiLoCo(every=4, fragments=2, tolerate_lost_workers=True)
+    with pytest.raises(ValueError, match="all weights synchronize at once"):
+        tfdist.DiLoCo(every=4, overlap_steps=2, tolerate_lost_workers=True)
+    with pytest.raises(ValueError, match="one worker"):
+        tfdist.MirroredStrategy(["CPU:0"], synchronization=kind(every=4, tolerate_lost_workers=True))
+
+
+# The outer step.
+
+
+def test_the_outer_step_equals_nesterov_momentum_on_the_average_change():
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(3, 2)).astype("float32")
+    outer = OuterStep(tfdist.DiLoCo(every=4, tolerate_lost_workers=True), [start])
+    weights, momentum = start.astype("float64"), 0.0
+    rows = {0: 3, 2: 1}
+    for _ in range(3):
+        outer.begin([weights.astype("float32")])
+        ends = {worker: [(weights + rng.normal(size=(3, 2))).astype("float32")] for worker in rows}
+        change = sum(rows[worker] / 4 * (weights - ends[worker][0]) for worker in rows)
+        momentum = 0.9 * momentum - 0.7 * change
+        weights = weights + 0.9 * momentum - 0.7 * change
+        np.testing.assert_allclose(outer.next(ends, rows)[0], weights, rtol=1e-5, atol=1e-5)
+    again = OuterStep(tfdist.DiLoCo(every=4, tolerate_lost_workers=True), [start], outer.values())
+    for own, former in zip(again.values(), outer.values(), strict=True):
+        np.testing.assert_array_equal(own, former)
+
+
+def test_the_outer_step_of_local_sgd_is_the_average():
+    outer = OuterStep(tfdist.LocalSGD(every=4, tolerate_lost_workers=True), [np.zeros(1, "float32")])
+    outer.begin([np.zeros(1, "float32")])
+    ends = {0: [np.array([1.0], "float32")], 1: [np.array([3.0], "float32")]}
+    np.testing.assert_allclose(outer.next(ends, {0: 3, 1: 1})[0], [1.5])
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("rows", [3, 4, 10])
+def test_workers_take_their_rows_of_each_batch(rows):
+    data = tf.data.Dataset.from_tensors((np.arange(rows), {"y": np.arange(rows)[:, None]}))
+    parts = [next(iter(own_rows(data, worker, 3))) for worker in range(3)]
+    assert np.concatenate([x for x, _ in parts]).tolist() == list(range(rows))
+    assert np.concatenate([y["y"][:, 0] for _, y in parts]).tolist() == list(range(rows))
+
+
+# Messages and members.
+
+
+@pytest.mark.unit
+def test_messages_keep_kinds_and_bits():
+    bfloat16 = tf.bfloat16.as_numpy_dtype
+    arrays = [np.arange(6, dtype="float32").reshape(2, 3).T, np.array([1.5], bfloat16), np.zeros([0, 2]), np.array(7)]
+    own, other = socket.socketpair()
+    with own, other:
+        send_message(own, Message("weights", {"a": [1, None]}, arrays))
+        received = receive_message(other)
+    assert (received.kind, received.fields) == ("weights", {"a": [1, None]})
+    for array, sent in zip(received.arrays, arrays, strict=True):
+        assert array.dtype == sent.dtype
+        np.testing.assert_array_equal(array, sent)
+
+
+class Job:
+    """Worker 0's end of rounds, and members in this process."""
+
+    def __init__(self, workers):
+        self.ports, self.lost, self.told = free_ports(workers), [], []
+        self.chief = RoundChief(
+            *(self.spec(0, workers), 5.0, Message("greeting")),
+            lambda *loss: self.lost.append(loss),
+            lambda members, joins: self.told.append((list(members), dict(joins))),
+        )
+        self.workers = workers
+
+    def spec(self, worker, workers):
+        return ClusterSpec.local(workers, worker, self.ports)
+
+    def member(self, worker, fit=0, **fields):
+        member = RoundMember(self.spec(worker, self.workers), SECONDS, 5.0)
+        member.hear("greeting")
+        member.send(Message("join", {"fit": fit, **fields}))
+        return member
+
+
+@pytest.fixture
+def job():
+    return Job(3)
+
+
+def test_a_round_goes_on_without_a_member_that_is_lost_in_it(job):
+    members = {worker: job.member(worker) for worker in (1, 2)}
+    assert job.chief.await_workers(0, [1, 2], SECONDS) == [1, 2]
+    job.chief.welcome([1, 2], Message("state", {"fit": 0}))
+    for member in members.values():
+        assert member.hear("state").fields == {"fit": 0}
+    members[2].send(Message("progress", {"rows": 7}))
+    members[1].send(Message("weights", {"place": [0, 0, 4]}, [np.ones(2)]))
+    threading.Timer(0.3, members[2].close).start()
+    parts = job.chief.gather("weights", [0, 0, 4], SECONDS)
+    assert list(parts) == [1] and job.chief.members == [1]
+    assert job.lost == [(2, 7)] and job.told[-1] == ([1], {1: 1, 2: 1})
+    job.chief.answer({1: Message("weights", {"fit": 0})})
+    assert members[1].hear("weights").fields == {"fit": 0}
+
+    again = job.member(2)  # It joins before the next round.
+    deadline = time.monotonic() + SECONDS
+    while job.chief.joining(0) != [2] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.chief.welcome([2], Message("state", {"fit": 0}))
+    assert again.hear("state") and job.chief.members == [1, 2]
+    for member in (members[1], again):
+        member.send(Message("weights", {"place": [0, 0, 8]}))
+    assert list(job.chief.gather("weights", [0, 0, 8], SECONDS)) == [1, 2]
+
+
+def test_a_worker_that_comes_during_a_fit_learns_the_place_first(job):
+    job.chief.present = Message("place", {"fit": 0, "place": [1, 8]})
+    worker = job.member(1, is_warm=False)
+    assert worker.hear("place", fit=0).fields["place"] == [1, 8] and job.chief.joining(0) == []
+    worker.send(Message("join", {"fit": 0, "is_warm": True}))
+    assert job.chief.await_workers(0, [1], SECONDS) == [1]
+
+
+def test_a_member_at_another_place_is_an_error(job):
+    member = job.member(1)
+    job.chief.await_workers(0, [1], SECONDS)
+    job.chief.welcome([1], Message("state", {"fit": 0}))
+    member.send(Message("weights", {"place": [0, 0, 5]}))
+    with pytest.raises(ClusterError, match="after the same steps"):
+        job.chief.gather("weights", [0, 0, 4], SECONDS)
+
+
+def test_a_member_that_is_late_is_left_out(job):
+    member = job.member(1)
+    job.chief.await_workers(0, [1], SECONDS)
+    job.chief.welcome([1], Message("state", {"fit": 0}))
+    assert job.chief.gather("weights", [0, 0, 4], 0.2) == {}
+    member.hear("state")
+    with pytest.raises(WorkerLostError, match="averages the weights"):
+        member.hear("weights")
+
+
+def test_a_missing_worker_is_named_at_the_start(job):
+    with pytest.raises(WorkerLostError, match=r"worker 1 at .*worker 2 at"):
+        job.chief.await_workers(0, [1, 2], 0.2)
+
+
+def test_the_end_of_a_fit_reaches_members_and_late_workers_but_not_those_of_the_next_fit(job):
+    first = job.member(1)
+    job.chief.await_workers(0, [1], SECONDS)
+    job.chief.welcome([1], Message("state", {"fit": 0}))
+    ahead = job.member(2, fit=1)
+    deadline = time.monotonic() + SECONDS
+    while job.chief.joining(1) != [2] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    over = Message("over", {"fit": 0})
+    job.chief.late = lambda: over
+    job.chief.end_fit(0, over)
+    assert first.hear("over", fit=0).fields == {"fit": 0}
+    first.send(Message("join", {"fit": 0}))  # As a process that has started again.
+    assert first.hear("over", fit=0).fields == {"fit": 0}
+    assert job.chief.joining(1) == [2]
+    job.chief.await_workers(1, [2], SECONDS)
+    job.chief.welcome([2], Message("state", {"fit": 1}))
+    assert ahead.hear("state", "over", fit=1).kind == "state"
+
+
+# A real run.
+
+
+def test_three_workers_go_on_without_one_which_joins_again(tmp_path):
+    with nothing_left(tmp_path) as run:
+        code, out, err = run.finish(
+            *("--workers", 3, "--log-dir", tmp_path / "logs", SCRIPTS / "lost_worker.py", tmp_path), restarts=1
+        )
+    assert code == 0, out + err
+    assert [path.name for path in (tmp_path / "logs").glob("attempt-*")] == ["attempt-0"]
+    results = [json.loads((tmp_path / f"result-{worker}.json").read_text()) for worker in range(3)]
+    assert [len(list(tmp_path.glob(f"life-{worker}-*"))) for worker in range(3)] == [1, 1, 2]
+    # 4 epochs of 10 steps, with synchronizations after 4, 8 and 10 steps. Worker 2 is lost after 6 steps of epoch 2,
+    # passes over the rest of this epoch, and is back when epoch 3 begins.
+    assert [result["steps"] for result in results] == [40, 40, 30]
+    for result in results[1:]:
+        for name in ("losses", "weights", "position"):
+            last = slice(-2, None) if name == "losses" else slice(None)
+            assert result[name][last] == results[0][name][last], name
+        assert (result["evaluated"], result["report"]) == (results[0]["evaluated"], results[0]["report"])
+    report = results[0]["report"]
+    assert report["rounds"] == 12 and report["missed_rounds"] == [0, 0, 2]
+    assert report["trained"] == [160, 160, 136] and report["lost"] == [0, 0, 8] and report["skipped"] == [0, 0, 0]
+    assert results[0]["position"] == [4, 0]
+    assert all(np.isfinite(results[0]["losses"])) and results[0]["losses"][-1] < results[0]["losses"][0]
