@@ -1,6 +1,6 @@
 """Kills workers of a job that goes on without them, at random moments, and compares the loss with an unbroken run.
 
-    python -m benchmarks.lost_workers                              # unbroken, then with 20 kills: about six minutes
+    python -m benchmarks.lost_workers                              # unbroken, then with 20 kills: about seven minutes
     python -m benchmarks.lost_workers --kills 5 --epochs 3
 
 Four workers on this machine train an MLP on noisy labels by `DiLoCo(every=20, tolerate_lost_workers=True)`. Any worker
@@ -26,8 +26,8 @@ import tfdist
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("kills", 20, "Number of kills in the second run.", 0)
 flags.DEFINE_integer("epochs", 6, "Epochs of 250 steps.", 1)
-flags.DEFINE_float("pause", 0.1, "Seconds that each step waits in the second run, so that workers have time to return.")
-flags.DEFINE_list("apart", ["2", "9"], "Shortest and longest time between two kills, in seconds.")
+flags.DEFINE_float("pause", 0.2, "Seconds that each step waits in the second run, so that workers have time to return.")
+flags.DEFINE_list("apart", ["8", "16"], "Shortest and longest time between two kills, in seconds.")
 flags.DEFINE_integer("seed", 1, "Seed of the moments and victims.")
 
 _PIDS, _EPOCHS, _PAUSE = (f"LOST_WORKERS_{name}" for name in ("PIDS", "EPOCHS", "PAUSE"))
