@@ -2,6 +2,7 @@
 
     python -m benchmarks.lost_workers                              # unbroken, then with 20 kills: about seven minutes
     python -m benchmarks.lost_workers --kills 5 --epochs 3
+    python -m benchmarks.lost_workers --slow --epochs 3            # worker 3 is slow: without and with equal_time
 
 Four workers on this machine train an MLP on noisy labels by `DiLoCo(every=20, tolerate_lost_workers=True)`. Any worker
 but worker 0 is killed by SIGKILL, also while it starts. `tfdist run` starts it again.
@@ -19,6 +20,7 @@ import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import app, flags
 
 import tfdist
@@ -28,9 +30,11 @@ flags.DEFINE_integer("kills", 20, "Number of kills in the second run.", 0)
 flags.DEFINE_integer("epochs", 6, "Epochs of 250 steps.", 1)
 flags.DEFINE_float("pause", 0.2, "Seconds that each step waits in the second run, so that workers have time to return.")
 flags.DEFINE_list("apart", ["8", "16"], "Shortest and longest time between two kills, in seconds.")
+flags.DEFINE_bool("slow", False, "Whether to compare runs without and with equal_time, in place of kills.")
 flags.DEFINE_integer("seed", 1, "Seed of the moments and victims.")
 
-_PIDS, _EPOCHS, _PAUSE = (f"LOST_WORKERS_{name}" for name in ("PIDS", "EPOCHS", "PAUSE"))
+_PIDS, _EPOCHS, _PAUSE, _EQUAL = (f"LOST_WORKERS_{name}" for name in ("PIDS", "EPOCHS", "PAUSE", "EQUAL"))
+_STEP_SECONDS, _SLOW_FACTOR = 0.02, 3
 _RESULT, _DEADLINE_SECONDS = "RESULT ", 900
 _ROWS, _HELD_OUT, _FEATURES, _CLASSES = 32_000, 8_000, 64, 10
 
@@ -44,35 +48,57 @@ class _Pace(keras.callbacks.Callback):
         time.sleep(self._seconds)
 
 
+class _Slow(keras.Sequential):
+    """A model whose step takes longer, as on a slow processor."""
+
+    seconds = 0.0
+
+    def train_step(self, data):
+        """Waits, then trains."""
+        waited = tf.numpy_function(lambda: time.sleep(self.seconds) or np.float32(0), [], tf.float32)
+        with tf.control_dependencies([waited]):
+            return super().train_step(data)
+
+
 def train() -> None:
     """Trains on one worker. Worker 0 prints the losses and the counts of rows."""
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     (pathlib.Path(os.environ[_PIDS]) / str(worker)).write_text(str(os.getpid()))
     outer = keras.optimizers.SGD(0.7, momentum=0.5, nesterov=True)
-    strategy = tfdist.MultiWorkerMirroredStrategy(
-        synchronization=tfdist.DiLoCo(every=20, outer_optimizer=outer, tolerate_lost_workers=True)
+    equal = os.environ[_EQUAL]
+    synchronization = tfdist.DiLoCo(
+        every=20, outer_optimizer=outer, tolerate_lost_workers=True, equal_time=equal == "yes"
     )
+    strategy = tfdist.MultiWorkerMirroredStrategy(synchronization=synchronization)
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = keras.Sequential(
+        kind = _Slow if equal else keras.Sequential
+        model = kind(
             [keras.Input((_FEATURES,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(_CLASSES)]
         )
         model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    if equal:
+        model.seconds = _STEP_SECONDS * (_SLOW_FACTOR if worker == 3 else 1)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(_ROWS + _HELD_OUT, _FEATURES)).astype("float32")
     y = (x @ rng.normal(size=(_FEATURES, _CLASSES)) + 6 * rng.gumbel(size=(len(x), _CLASSES))).argmax(1)
     sharding = tfdist.data.BalancedSharding((x[:_ROWS], y[:_ROWS]), global_batch_size=128, seed=0)
     data = strategy.distribute_datasets_from_function(sharding)
     pace = _Pace(float(os.environ[_PAUSE]))
-    history = model.fit(data, epochs=int(os.environ[_EPOCHS]), verbose=0, callbacks=[pace]).history
+    epochs, began = int(os.environ[_EPOCHS]), time.monotonic()
+    history = model.fit(data, epochs=epochs, verbose=0, callbacks=[pace]).history
+    seconds = (time.monotonic() - began) / epochs
     if worker == 0:
         held_out = model.evaluate(x[_ROWS:], y[_ROWS:], batch_size=2000, verbose=0)
         report = strategy.row_report()
-        print(f"{_RESULT}loss {history['loss'][-1]:.4f}, on other rows {held_out:.4f}; {report.describe()}", flush=True)
+        losses = f"loss {history['loss'][-1]:.4f}, on other rows {held_out:.4f}"
+        print(f"{_RESULT}{seconds:.1f} s an epoch; {losses}; {report.describe()}", flush=True)
 
 
-def run(kills: int, pause: float) -> str:
+def run(kills: int, pause: float, equal: str = "") -> str:
     """Runs the job and kills workers. Returns the line that worker 0 prints at the end.
+
+    With `equal` "yes" or "no" worker 3 is slow, with or without equal_time.
 
     Raises:
       RuntimeError: If the job fails.
@@ -80,7 +106,7 @@ def run(kills: int, pause: float) -> str:
     with tempfile.TemporaryDirectory() as folder:
         pids, log = pathlib.Path(folder) / "pids", pathlib.Path(folder) / "output"
         pids.mkdir()
-        environ = {**os.environ, _PIDS: str(pids), _EPOCHS: str(FLAGS.epochs), _PAUSE: str(pause)}
+        environ = {**os.environ, _PIDS: str(pids), _EPOCHS: str(FLAGS.epochs), _PAUSE: str(pause), _EQUAL: equal}
         command = ["-m", "tfdist", "run", "--workers", "4", "--log-dir", f"{folder}/logs", __file__]
         with log.open("w") as output:
             job = subprocess.Popen([sys.executable, *command], env=environ, stdout=output, stderr=subprocess.STDOUT)
@@ -88,7 +114,7 @@ def run(kills: int, pause: float) -> str:
         text = log.read_text()
         if job.returncode or _RESULT not in text:
             raise RuntimeError(f"The job must end with exit code 0, but ended with {job.returncode}:\n{text}")
-        return f"{killed} kills: {text.split(_RESULT, 1)[1].splitlines()[0]}"
+        return f"{f'equal_time {equal}' if equal else f'{killed} kills'}: {text.split(_RESULT, 1)[1].splitlines()[0]}"
 
 
 def _kill(job: subprocess.Popen, pids: pathlib.Path, kills: int) -> int:
@@ -114,6 +140,10 @@ def _kill(job: subprocess.Popen, pids: pathlib.Path, kills: int) -> int:
 
 
 def main(_) -> None:
+    if FLAGS.slow:
+        for equal in ("no", "yes"):
+            print(run(0, 0.0, equal), flush=True)
+        return
     print(run(0, 0.0), flush=True)
     if FLAGS.kills:
         print(run(FLAGS.kills, FLAGS.pause), flush=True)
