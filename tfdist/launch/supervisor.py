@@ -318,7 +318,7 @@ class Supervisor:
         for each in group.exits:
             if not each.returncode:
                 continue
-            if each.returncode == PREEMPTED and each.index == 0:
+            if each.returncode == PREEMPTED:  # As in other jobs.
                 return False
             failure = first_failure(self._run_dir, number, [each], [], time.time())
             is_exception = failure.kind == "exception"
