@@ -48,7 +48,7 @@ class _Pace(keras.callbacks.Callback):
         time.sleep(self._seconds)
 
 
-class _Slow(keras.Sequential):
+class SlowModel(keras.Sequential):
     """A model whose step takes longer, as on a slow processor."""
 
     seconds = 0.0
@@ -72,7 +72,7 @@ def train() -> None:
     strategy = tfdist.MultiWorkerMirroredStrategy(synchronization=synchronization)
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        kind = _Slow if equal else keras.Sequential
+        kind = SlowModel if equal else keras.Sequential
         model = kind(
             [keras.Input((_FEATURES,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(_CLASSES)]
         )
