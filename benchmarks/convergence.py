@@ -72,7 +72,7 @@ flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam
 flags.DEFINE_list("synchronizations", ["none"], "Local steps, as in none,local_sgd(8),diloco(50)+500.")
 flags.register_validator("synchronizations", lambda names: all(map(is_synchronization, names)))
 flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each combination runs once per seed.")
-flags.DEFINE_integer("epochs", None, "Epochs; by default 15 for digits and 10 for char_lm.", 1)
+flags.DEFINE_integer("num_epochs", None, "Epochs; by default 15 for digits and 10 for char_lm.", 1)
 flags.DEFINE_integer("steps_per_epoch", None, "Steps in an epoch; by default all data of digits, 50 for char_lm.", 1)
 flags.DEFINE_integer("min_elements", 256, "Smaller tensors travel uncompressed; 0 for the codec's default.", 0)
 flags.DEFINE_string("json", None, "A file for the results; tables and curves are written beside it.")
@@ -84,7 +84,7 @@ _STEPS = {"digits": None, "char_lm": 50}  # per epoch; None: all data
 
 def length(name: str) -> tuple[int, int | None]:
     """Number of epochs, and of the steps in each; None for all data."""
-    return FLAGS.epochs or _EPOCHS[name], FLAGS.steps_per_epoch or _STEPS[name]
+    return FLAGS.num_epochs or _EPOCHS[name], FLAGS.steps_per_epoch or _STEPS[name]
 
 
 def codec_of(text: str):
