@@ -163,6 +163,7 @@ FORGED_HEADERS = {
     "a key that is none": [(77, 0, 8)],
     "a negative key": [(77, -1, 8)],
     "a group that is none": [(-1, 5, 8)],
+    "a form that is none": [(77, 1 << 30, 8, 9)],
     "an exchange a second time": [(99, 5, 0), (99, 5, 0)],
     "too many exchanges": [(99, key, 0) for key in range(1, 300_000)],
     "another protocol": [(0x47455420, 0x2F204854, 0x54502F312E310D0A)],
@@ -174,10 +175,14 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def header_of(group, key, size, form=peer_exchange._Form.ALL_GATHER.value):
+    return peer_exchange._HEADER.pack(group, key, size, form)
+
+
 def is_closed_after(end, headers):
     """Sends headers, and returns whether the other end then closes the connection."""
     try:
-        end.sendall(b"".join(peer_exchange._HEADER.pack(*each) for each in headers))
+        end.sendall(b"".join(header_of(*each) for each in headers))
         while end.recv(1 << 16):  # earlier messages of the other end
             pass
         return True
@@ -215,6 +220,53 @@ def a_worker_that_has_taken_other_steps_is_named(workers):
 
 
 @scenario
+def a_step_does_not_take_the_messages_that_failed_steps_have_left(workers):
+    exchange, steps = workers.exchanges[0], []
+    for launcher, own in zip(workers.launchers, workers.exchanges, strict=True):
+        transport = TcpTransport(launcher, True, own)
+
+        def fail():
+            assert eventually(lambda: exchange._rounds)
+            raise ValueError("on purpose")
+
+        @tf.function(autograph=False)
+        def step(tensor, fails, transport=transport, fail=fail):
+            tf.cond(fails, lambda: tf.numpy_function(fail, [], tf.bool), lambda: tf.constant(True))
+            return transport.all_reduce(tensor, OPTIONS)
+
+        steps.append(step)
+    for number in range(2):
+        try:
+            steps[0](tf.fill([1000], 1.0 + number), tf.constant(True))
+            raise AssertionError("the step has not failed")
+        except tf.errors.InvalidArgumentError as error:
+            assert "on purpose" in error.message, error.message
+        assert steps[1](tf.fill([1000], 1.0 + number), tf.constant(False)).numpy().tolist() == [2.0 + 2 * number] * 1000
+        assert eventually(lambda: not exchange._rounds), exchange._rounds
+    totals = []
+    last = tf.fill([1000], 5.0), tf.constant(False)
+    thread = threading.Thread(target=lambda: totals.append(steps[0](*last)), daemon=True)
+    thread.start()
+    assert steps[1](tf.fill([1000], 6.0), tf.constant(False)).numpy().tolist() == [11.0] * 1000
+    thread.join(60)
+    assert totals and totals[0].numpy().tolist() == [11.0] * 1000, totals
+
+
+@scenario
+def workers_that_send_tensors_in_different_ways_are_named(workers):
+    first, second = (
+        TcpTransport(launcher, True, exchange)
+        for launcher, exchange in zip(workers.launchers, workers.exchanges, strict=True)
+    )
+    workers._steps = [
+        tf.function(lambda *tensors: [first.all_gather(each, OPTIONS) for each in tensors], autograph=False),
+        tf.function(lambda *tensors: [second.sum_sent_whole(each, OPTIONS) for each in tensors], autograph=False),
+    ]
+    assert all("UnavailableError" in each for each in workers.both()), workers.ended
+    assert any("in one way" in each and "by swap" in each for each in workers.ended), workers.ended
+
+
+@scenario
 def a_worker_that_cannot_send_fails_without_waiting(workers):
     def without_room(self, *args):
         raise MemoryError("no room")
@@ -232,9 +284,7 @@ def large_and_small_tensors_arrive_independently(workers):
 
 @scenario
 def a_message_larger_than_one_dimension_can_count_arrives(workers):
-    peer_exchange._MOST_BYTES, peer_exchange._ROW_BITS = 4000, 4  # smaller than a message of 4000 bytes with its key
-    peer_exchange._shape.cache_clear()
-    assert peer_exchange._shape(4004).shape == [2]
+    peer_exchange._MOST_ROWS = 900  # less than the rows of a message of 4000 bytes
     assert workers.both() == [[2000, 1000]] * 2, workers.ended
 
 
@@ -289,7 +339,7 @@ def workers_outside_of_a_group_take_no_part(workers):
         thread.join(60)
     assert totals[0] == totals[1] == totals[2] == [[6.0 * i for i in range(size)] for size in (3, 60_001)]
     assert exchanges[1].carried_bytes() == 0 and exchanges[0].carried_bytes() > 0
-    ends[1][0].sendall(peer_exchange._HEADER.pack(88, 5, 8))
+    ends[1][0].sendall(header_of(88, 5, 8))
     assert eventually(lambda: exchanges[0]._fault) and "worker 1 at x:1 has sent" in exchanges[0]._fault
     assert "takes no part" in exchanges[0]._fault, exchanges[0]._fault
 

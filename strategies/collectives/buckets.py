@@ -10,7 +10,7 @@ import tensorflow as tf
 BUCKET_BYTES = 4 << 20
 _LEAST_BYTES = 256 << 10
 # Tensors with more elements than this on average are sliced out of a bucket, mostly without a copy. Smaller ones are
-# copied by one `tf.split`, since a slice of each tensor would be four operations.
+# copied by one `tf.split`, since a slice of each tensor would be three operations.
 _SLICED_ELEMENTS = 1 << 14
 
 
@@ -166,6 +166,6 @@ def _split(bucket, total, granule):
         return [total]
     if len(bucket) == 1 or sum(padded) > len(bucket) * _SLICED_ELEMENTS:
         starts = itertools.accumulate(padded, initial=0)
-        return [total[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return [tf.slice(total, [start], [size]) for start, size in zip(starts, sizes, strict=False)]
     parts = tf.split(total, [*padded, -1])
     return [part if part.shape[0] == size else part[:size] for part, size in zip(parts, sizes, strict=False)]

@@ -139,9 +139,9 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         lengths = self._all_gather(lengths, options)
         return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
 
-    def next_exchange(self) -> tuple[int, tf.Tensor, tf.Tensor]:
-        """Counts an exchange over own connections. Returns its group, its key, and a token that orders operations."""
-        return self._group_key, self._next_instance_key(), self._get_ordering_token()
+    def next_exchange(self) -> tuple[int, tf.Tensor]:
+        """Counts an exchange over own connections. Returns its group and its key."""
+        return self._group_key, self._next_instance_key()
 
     def has_timeout(self, options: Any) -> bool:
         """Whether the options ask for a `timeout_seconds`, which only TensorFlow's collectives support."""

@@ -31,17 +31,20 @@ from tfdist.strategies.collectives.link_speeds import LinkSpeeds
 from tfdist.strategies.collectives.message_sender import MessageSender
 from tfdist.strategies.collectives.socket_streams import stream_of
 
-_HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the number of bytes that follow.
+# The group of an exchange, its key in the group, the number of bytes that follow, and the form of the exchange.
+_HEADER = struct.Struct("!iiqB")
 _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_KEY_BYTES = 4  # The key of an exchange follows the received bytes in the same tensor.
+_WORD_BYTES = 4  # Received bytes are rows of this length if they fill them, as most types need.
 _FAILED = -1  # In place of a key; keys are positive.
 _LOOK_SECONDS = 1.0
 _UNLIKE_SECONDS = 60.0  # Longest wait for a worker that sends other exchanges meanwhile.
 _WAKING_BYTES = 256 << 10  # Bytes of a long message that wake the receiving thread again.
-_MOST_BYTES = (1 << 31) - 1  # Largest message, since the sizes of tensors that Python makes are int32.
-_ROW_BITS = 20  # A tensor of more bytes is a matrix with rows of 2**20 bytes.
+_MOST_BYTES = (1 << 31) - 1  # Largest message.
+_MOST_ROWS = (1 << 31) - 1  # Largest dimension of a tensor that TensorFlow makes without filling it.
 # Largest number of pending exchanges. A step has some hundreds. Each takes 2 KB before its first byte arrives.
 _MOST_ROUNDS = 1 << 14
+
+_MESSAGE = [tf.uint8, tf.int32]  # In an inbox: received bytes, and the key of their exchange.
 
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
@@ -49,9 +52,12 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 class _Form(enum.Enum):
     """The form of an exchange. The result has the tensors of all workers, except with SWAP: only that of the other."""
 
-    ALL_GATHER = "each worker sends its rows to all"
-    ALL_TO_ALL = "each worker sends one row to each"
-    SWAP = "two workers send a tensor to each other"
+    ALL_GATHER = 1  # Each worker sends its rows to all.
+    ALL_TO_ALL = 2  # Each worker sends one row to each.
+    SWAP = 3  # Two workers send a tensor to each other.
+
+
+_FORMS = frozenset(each.value for each in _Form)
 
 
 class PeerExchange:
@@ -80,9 +86,6 @@ class PeerExchange:
         recorder.add_state(self._state)
         self._inboxes: dict[int, tf.queue.FIFOQueue] = {}  # One for each exchange of a graph, as long as the graph.
         self._numbers = itertools.count()
-        # Retraced once for all sizes, since it keeps its traces for the life of the process.
-        self._run = tf.function(self._exchanged, autograph=False, reduce_retracing=True)
-        self._await_bytes = tf.function(self._awaited, autograph=False)
 
     def limit(self, group: int, workers: Sequence[int]) -> None:
         """Limits the exchanges of a group of replicas to some workers, this one among them.
@@ -91,7 +94,7 @@ class PeerExchange:
         """
         self._members[group] = tuple(workers)
 
-    def all_gather(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
+    def all_gather(self, rows: tf.Tensor, group: int, key: tf.Tensor) -> tf.Tensor:
         """Sends rows to all workers. Returns the rows of all workers in order: [n, ...] -> [workers * n, ...].
 
         Workers outside of the group's limits take no part, and do not count.
@@ -100,33 +103,74 @@ class PeerExchange:
           rows: A tensor of equal type and shape on all workers.
           group: The key of the group of replicas that exchange.
           key: int32 [], positive, different from the keys of the group's other pending exchanges.
-          token: A handle by which TensorFlow orders operations that can fail.
 
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
         """
-        return self._call(rows, group, key, token, _Form.ALL_GATHER)
+        return self._call(rows, group, key, _Form.ALL_GATHER)
 
-    def all_to_all(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
+    def all_to_all(self, rows: tf.Tensor, group: int, key: tf.Tensor) -> tf.Tensor:
         """Sends row j to worker j. Returns the rows from all workers in order, as `rows`; see `all_gather`."""
-        return self._call(rows, group, key, token, _Form.ALL_TO_ALL)
+        return self._call(rows, group, key, _Form.ALL_TO_ALL)
 
-    def swap(self, tensor: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor) -> tf.Tensor:
+    def swap(self, tensor: tf.Tensor, group: int, key: tf.Tensor) -> tf.Tensor:
         """Sends a tensor to the only other worker. Returns the tensor of that worker; see `all_gather`."""
-        return self._call(tensor, group, key, token, _Form.SWAP)
+        return self._call(tensor, group, key, _Form.SWAP)
 
-    def _call(self, rows, group, key, token, form):
+    def _call(self, rows, group, key, form):
+        """Adds an exchange to the graph, in few operations, since TensorFlow takes long to optimize many.
+
+        The function that Python runs is the same for all exchanges, since TensorFlow never releases it.
+        """
         place, inbox = self._new_inbox()
-        members = self._workers_of(group)
-        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [len(members) if form is _Form.ALL_TO_ALL else 1, -1])
-        received = self._run(sent, tf.constant([place, group]), key, inbox, token, form, members)
-        return _like(received, rows, times=len(members) if form is _Form.ALL_GATHER else 1)
+        labels = tf.constant([place, group, form.value])
+        # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
+        key = tf.numpy_function(self._begin, [labels, key, rows], tf.int32, stateful=False)
+        with tf.control_dependencies([key]):
+            received, got = _take(inbox)
+        times = len(self._workers_of(group)) if form is _Form.ALL_GATHER else 1
+        elements = None if rows.shape.num_elements() is None else times * rows.shape.num_elements()
+        # All exchanges share both branches, which `tf.cond` would trace for each.
+        received = tf.raw_ops.If(
+            cond=tf.raw_ops.NotEqual(x=got, y=key),
+            input=[received, got, key, inbox],
+            then_branch=self._await_next,
+            else_branch=self._is_received,
+            Tout=[tf.uint8],
+            output_shapes=[_shape_of_bytes(elements, rows.dtype.size)],
+        )
+        tf_internals.maybe_set_lowering_attr(received[0].op)
+        return _like(received[0], rows, times)
+
+    @functools.cached_property
+    def _is_received(self):
+        """Returns the bytes of a message."""
+        return _traced(lambda received, got, key, inbox: received)
+
+    @functools.cached_property
+    def _await_next(self):
+        """Returns the bytes of the message of a key, instead of those that a failed step has left in the inbox.
+
+        Raises an error in the step if the message tells of a failure.
+        """
+        is_other = _traced(lambda received, got, key, inbox: (got != key) & (got != _FAILED))
+        take_next = _traced(lambda received, got, key, inbox: (*_take(inbox), key, inbox))
+
+        def await_next(*message):
+            # One operation, which runs functions. The loop of `tf.while_loop` becomes dozens in each step.
+            received, *_ = tf.raw_ops.While(input=message, cond=is_other, body=take_next)
+            # Outside of the functions, since an error in one of them would first cancel the other operations of the
+            # step, which then fails as cancelled.
+            with tf.control_dependencies([received]), tf.control_dependencies([raise_if_aborted(self._worker)]):
+                return tf.identity(received)
+
+        return _traced(await_next)
 
     def _new_inbox(self):
         """Makes an inbox, which lives as long as the graphs that use its handle. Returns its number and its handle."""
         place = next(self._numbers)
         with tf.init_scope(), tf.device("CPU:0"):
-            inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
+            inbox = tf.queue.FIFOQueue(-1, _MESSAGE)
             handle = tf.identity(inbox.queue_ref)
         self._inboxes[place] = inbox
         weakref.finalize(handle, self._inboxes.pop, place, None).atexit = False
@@ -140,36 +184,6 @@ class PeerExchange:
         """Returns the workers of a group, for events; nothing if all workers exchange in it."""
         members = self._members.get(group)
         return {} if members is None else {"workers": members}
-
-    def _exchanged(self, sent, labels, key, inbox, token, form, members):
-        """Exchanges rows of bytes. Returns the bytes that the workers `members` have sent, one after another.
-
-        The operations of an exchange take megabytes while Python traces them, so all exchanges call one function.
-        TensorFlow inlines it. If it did not, a function would keep what it has received until the next step, and an
-        error in one of them would first cancel the others, so that the step fails as cancelled.
-        """
-        size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
-        # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
-        begin = functools.partial(self._begin, form)
-        key = tf.numpy_function(begin, [labels, key, sent], tf.int32, stateful=False)
-        received = self._await_bytes(inbox, key, token)
-        if form is _Form.SWAP:
-            other = 1 - members.index(self._worker)
-            return received[other * size : (other + 1) * size]
-        return received[: len(members) * size]
-
-    def _awaited(self, inbox, key, token):
-        """Awaits an exchange in an inbox. Returns the bytes of all workers, and those of the key behind them."""
-
-        def take():
-            received = tf.reshape(tf.raw_ops.QueueDequeueV2(handle=inbox, component_types=[tf.uint8])[0], [-1])
-            return tf.bitcast(received[-_KEY_BYTES:], tf.int32), received
-
-        # Skips the messages that an earlier, failed step has left in the inbox, under other keys.
-        got, received = tf.while_loop(lambda got, _: (got != key) & (got != _FAILED), lambda *_: take(), take())
-        checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
-        with tf.control_dependencies([checked]):
-            return tf.identity(received)
 
     def carried_bytes(self) -> int:
         """Returns the number of bytes sent and received, by which the watchdog sees progress, however slow."""
@@ -189,12 +203,12 @@ class PeerExchange:
         """Whether the connections can carry a tensor like `rows`: numbers, in a graph."""
         return rows.dtype in _CARRIED and not tf.executing_eagerly()
 
-    def _begin(self, form, labels, key, sent):
+    def _begin(self, labels, key, rows):
         """Sends this worker's part of an exchange, returns its key. The step awaits the result in an inbox."""
-        place, group = map(int, labels)
+        place, group, form = labels.tolist()
         inbox = self._inboxes[place]
         try:
-            fault = self._join(inbox, (group, int(key)), sent, form)
+            fault = self._join(inbox, (group, int(key)), rows, _Form(form))
         except Exception as error:  # On any error: peers must not wait for this worker.
             fault = f"{self._names[self._worker]} cannot send: {error}"
         if fault:
@@ -202,23 +216,24 @@ class PeerExchange:
             self._tell_of_failure(inbox)
         return key
 
-    def _join(self, inbox, tag, sent, form):
+    def _join(self, inbox, tag, rows, form):
         """Joins an exchange and sends this worker's part. Returns the error message if that fails, else `None`."""
-        size = sent.shape[1]
+        members = self._workers_of(tag[0])
+        rows = rows.reshape(len(members) if form is _Form.ALL_TO_ALL else 1, -1).view(np.uint8)
+        size = rows.shape[1]
         with self._lock:
-            current = self._round(tag, size)
-            members = current.workers
+            current = self._round(tag, size, form)
             gone = [self._gone[peer] for peer in sorted(current.missing) if peer in self._gone]
-            fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, self._worker)]), None)
+            fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, form, self._worker)]), None)
             current.inbox, current.since = inbox, time.monotonic()
             if fault:
                 self._rounds.pop(tag)
                 self._refused = self._refused or [(tag, current)]
                 return fault
-        rows = sent if len(sent) > 1 else [sent[0]] * len(members)
+        rows = rows if len(rows) > 1 else [rows[0]] * len(members)
         own = members.index(self._worker)
         for place in (*range(own + 1, len(members)), *range(own)):  # Otherwise all would send to the first ones first.
-            self._sender.give(members[place], _HEADER.pack(*tag, size), rows[place])
+            self._sender.give(members[place], _HEADER.pack(*tag, size, form.value), rows[place])
         if form is not _Form.SWAP:
             current.row(self._worker)[:] = rows[own]
         if self._is_whole(tag, current, self._worker):
@@ -227,20 +242,22 @@ class PeerExchange:
             os.eventfd_write(self._wakeup_fd, 1)
         return None
 
-    def _round(self, tag, size):
+    def _round(self, tag, size, form):
         """Returns the pending exchange with a tag (group, key), made when its first part comes. Needs the lock."""
         if tag not in self._rounds:
-            self._rounds[tag] = _PendingCollective(self._workers_of(tag[0]), size)
+            self._rounds[tag] = _PendingCollective(self._workers_of(tag[0]), size, form)
         return self._rounds[tag]
 
-    def _unlike(self, current, size, worker):
-        """Returns an error message if a worker's part has another size than the exchange, else `None`."""
-        known = current.size
-        if size == known:
+    def _unlike(self, current, size, form, worker):
+        """Returns an error message if a worker's part differs from the exchange in size or form, else `None`."""
+        if (size, form) == (current.size, current.form):
             return None
+        own, known = (f"{each} bytes" for each in (size, current.size))
+        if size == current.size:
+            own, known = (f"sends them by {each.name.lower()}" for each in (form, current.form))
         return (
-            f"All workers must exchange tensors of one size, but {self._names[worker]} has {size} bytes, and another "
-            f"{known}. Give all workers the same model and codec, and take the same steps on all."
+            f"All workers must exchange tensors of one size, in one way, but {self._names[worker]} has {own}, and "
+            f"another {known}. Give all workers the same model and codec, and take the same steps on all."
         )
 
     def _is_whole(self, tag, current, worker):
@@ -274,7 +291,7 @@ class PeerExchange:
                 rounds = list(self._rounds.values())
                 self._rounds.clear()
         if not is_first:
-            self._has_aborted.wait()  # Before the abort, `_probe` in a failed step would not raise.
+            self._has_aborted.wait()  # Before the abort, `raise_if_aborted` in a failed step would not raise.
             return
         try:
             tf_internals.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
@@ -302,11 +319,7 @@ class PeerExchange:
 
     def _tell_of_failure(self, inbox):
         with tf.device("CPU:0"):
-            inbox.enqueue([np.frombuffer(np.int32(_FAILED), np.uint8)])
-
-    def _probe(self, *tokens):
-        """Raises an error in the step if TensorFlow's collectives are aborted."""
-        return raise_if_aborted(self._worker, *tokens)
+            inbox.enqueue([tf.zeros([0], tf.uint8), _FAILED])
 
     # Threads: one receiver and one watcher, beside those of the sender.
 
@@ -339,14 +352,14 @@ class PeerExchange:
     def _take(self, arrival):
         while arrival.fill():
             if arrival.current is None:
-                group, key, size = _HEADER.unpack(arrival.header)
-                if wrong := self._wrong(arrival.peer, group, key, size):
+                group, key, size, code = _HEADER.unpack(arrival.header)
+                if wrong := self._wrong(arrival.peer, group, key, size, code):
                     arrival.close()
                     self._fail(f"{self._names[arrival.peer]} {wrong} This worker has closed its connection to it.")
                     return
                 with self._lock:
-                    current = self._round((group, key), size)
-                if fault := self._unlike(current, size, arrival.peer):
+                    current = self._round((group, key), size, _Form(code))
+                if fault := self._unlike(current, size, _Form(code), arrival.peer):
                     self._fail(fault)
                     return
                 arrival.expect((group, key), current)
@@ -356,10 +369,10 @@ class PeerExchange:
                 arrival.expect(None, None)
                 return
 
-    def _wrong(self, peer, group, key, size):
+    def _wrong(self, peer, group, key, size, code):
         """Returns an error message if a received header is invalid, else `None`. Headers are not trusted."""
-        if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES:
-            return f"has sent an invalid header: group {group}, key {key}, {size} bytes."
+        if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES or code not in _FORMS:
+            return f"has sent an invalid header: group {group}, key {key}, {size} bytes, form {code}."
         if peer not in self._workers_of(group):
             return f"has sent its part of an exchange in which it takes no part: group {group}, key {key}."
         with self._lock:
@@ -397,7 +410,7 @@ class PeerExchange:
                 )
             elif waiting:
                 try:
-                    self._probe()
+                    raise_if_aborted(self._worker)
                 except tf.errors.OpError as error:
                     self._fail(error.message)
 
@@ -417,16 +430,17 @@ class _PendingCollective:
 
     Attributes:
       workers: The numbers of the workers that take part.
-      size: Number of bytes that each worker sends.
+      size: Number of bytes that each worker sends to a peer.
+      form: The `_Form` of the exchange.
       missing: Workers with missing bytes.
       inbox: The queue from which this worker's step takes the result; `None` before the step joins.
       since: Time on the monotonic clock at which the step joined.
     """
 
-    def __init__(self, workers, size):
+    def __init__(self, workers, size, form):
         if size > _MOST_BYTES:
             raise ValueError(f"an exchange takes less than 2 GiB of each worker, got {size} bytes; split the tensors")
-        self.workers, self.size, self.missing = workers, size, set(workers)
+        self.workers, self.size, self.form, self.missing = workers, size, form, set(workers)
         self._tensor, self._bytes, self._lock = None, None, threading.Lock()
         self.inbox, self.since = None, 0.0
 
@@ -439,26 +453,54 @@ class _PendingCollective:
         with self._lock:  # This worker's step and the receiving thread fill the buffer.
             if self._bytes is None:
                 self._allocate()
-        place = self.workers.index(worker)
+        place = 0 if self.form is _Form.SWAP else self.workers.index(worker)  # Only the other worker's bytes, or all.
         return self._bytes[place * self.size : (place + 1) * self.size]
 
     def _allocate(self):
         with tf.device("CPU:0"):
             # TensorFlow owns the memory, so that no thread needs the interpreter's lock to free it.
-            self._tensor = tf.raw_ops.Empty(shape=_shape(len(self.workers) * self.size + _KEY_BYTES), dtype=tf.uint8)
+            self._tensor = _empty((1 if self.form is _Form.SWAP else len(self.workers)) * self.size)
         # A view, without a copy. `np.asarray` would make a read-only array.
         self._bytes = self._tensor.__array__().reshape(-1)
 
     def deliver(self, key):
         """Puts the received bytes and the key into the inbox of this worker's step."""
-        self._bytes[-_KEY_BYTES:] = np.frombuffer(np.int32(key), np.uint8)
-        tf.raw_ops.QueueEnqueueV2(handle=self.inbox.queue_ref, components=[self._tensor])
+        tf.raw_ops.QueueEnqueueV2(handle=self.inbox.queue_ref, components=[self._tensor, tf.constant(key, tf.int32)])
+
+
+def _empty(size):
+    """Returns a tensor of `size` bytes of any value, for received bytes."""
+    shape = _shape_of_bytes(size)
+    if max(shape) > _MOST_ROWS:  # Only of types of one or two bytes.
+        return tf.fill(tf.constant(shape, tf.int64), tf.zeros([], tf.uint8))
+    return tf.raw_ops.Empty(shape=_shape(size), dtype=tf.uint8)
 
 
 @functools.lru_cache(maxsize=1024)
 def _shape(size):
-    """Returns a tensor shape of at least `size` bytes, for a receive buffer; its dimensions fit into int32."""
-    return tf.constant([size] if size <= _MOST_BYTES else [-(-size >> _ROW_BITS), 1 << _ROW_BITS])
+    return tf.constant(_shape_of_bytes(size), tf.int32)
+
+
+def _shape_of_bytes(elements, element_bytes=1):
+    """Returns the shape of the received bytes of some elements; of unknown ones if `elements` is `None`."""
+    if elements is None:
+        return None if element_bytes % _WORD_BYTES else [None, _WORD_BYTES]
+    size = elements * element_bytes
+    return [size] if size % _WORD_BYTES else [size // _WORD_BYTES, _WORD_BYTES]
+
+
+def _take(inbox):
+    """Takes a message out of an inbox: received bytes, and the key of their exchange, int32 []."""
+    return tf.raw_ops.QueueDequeueV2(handle=inbox, component_types=_MESSAGE)
+
+
+def _traced(function):
+    """Traces a function of a message, the key of the exchange that the step awaits, and its inbox."""
+    scalar = tf.TensorSpec([], tf.int32)
+    message = tf.TensorSpec(None, tf.uint8), scalar
+    traced = tf.function(function, autograph=False)
+    with tf.init_scope():
+        return traced.get_concrete_function(*message, scalar, tf.TensorSpec([], tf.resource))
 
 
 class _Arrival:
@@ -504,9 +546,12 @@ class _Arrival:
 def _like(received, own, times=1):
     """Converts received bytes to a tensor like `own`, of `times` as many rows, without a copy."""
     dtype, shape = own.dtype, own.shape
-    values = tf.bitcast(tf.reshape(received, [-1, dtype.size] if dtype.size > 1 else [-1]), dtype)
+    if dtype.size != _WORD_BYTES:
+        received = tf.reshape(received, [-1, dtype.size] if dtype.size > 1 else [-1])
+    values = tf.bitcast(received, dtype)
     if shape.is_fully_defined():
-        return tf.reshape(values, shape if times == 1 else [times * shape[0], *shape[1:]])
+        whole = shape if times == 1 else [times * shape[0], *shape[1:]]
+        return values if values.shape == whole else tf.reshape(values, whole)
     sizes = tf.shape(own) if times == 1 else tf.shape(own) * tf.constant([times, *[1] * (shape.rank - 1)])
     rows = None if shape[0] is None else times * shape[0]
     return tf.ensure_shape(tf.reshape(values, sizes), [rows, *shape[1:]])

@@ -97,7 +97,7 @@ def sum_by_size(
       sum_whole: Sums a tensor: [elements] -> [elements].
       sum_parts: Sums a tensor that is divided into rows and padded: [parts, n] -> [parts * n].
     """
-    flat, elements = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
+    flat, elements = tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1]), tensor.shape.num_elements()
     size = tf.size(flat) if elements is None else elements
 
     def in_parts():
@@ -112,5 +112,5 @@ def sum_by_size(
     else:
         total = sum_whole(flat) if whole else in_parts()
     if elements is not None:
-        return tf.reshape(total, tensor.shape)
+        return total if tensor.shape.rank == 1 else tf.reshape(total, tensor.shape)
     return tf.ensure_shape(tf.reshape(total, tf.shape(tensor)), tensor.shape)

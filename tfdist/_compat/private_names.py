@@ -79,6 +79,7 @@ _NAMES_BY_FEATURE = {
         *(f"{_LAUNCH}.{name}" for name in ("_all_gather", "_group_key", "_group_size", "_device", "_options")),
         _DISTRIBUTE + "collective_util:Options.merge",
         "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
+        "tensorflow.python.ops.control_flow_util_v2:maybe_set_lowering_attr",
         "tensorflow.python.ops.control_flow_v2_func_graphs:CondBranchFuncGraph",
         "tensorflow.python.ops.control_flow_v2_func_graphs:WhileBodyFuncGraph",
         "tensorflow.python.ops.control_flow_v2_func_graphs:WhileCondFuncGraph",

@@ -60,6 +60,10 @@ from tensorflow.python.distribute import multi_worker_util
 # unclear error.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+# Makes the operations of a branch part of the graph around it. Without it: a step with a failed exchange raises the
+# error of another operation, which was cancelled.
+from tensorflow.python.ops.control_flow_util_v2 import maybe_set_lowering_attr
+
 # The graphs inside a `tf.while_loop`. Without them: an exchange in a loop on several devices waits forever. The graph
 # of a branch of `tf.cond`. Without it: no error says that a branch cannot read a divided weight.
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
@@ -114,6 +118,7 @@ __all__ = [
     "is_recorded",
     "is_saving_non_distributed",
     "is_watched",
+    "maybe_set_lowering_attr",
     "multi_worker_util",
     "number_of_workers",
     "python_function_of",
