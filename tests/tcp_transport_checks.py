@@ -350,6 +350,7 @@ def data_goes_both_ways_whole_or_in_parts_until_a_worker_closes(workers):
         for _ in range(2):
             assert workers.both(sizes=sizes) == [[2 * size for size in sizes]] * 2, (sizes, workers.ended)
     socket.socket.shutdown(workers.ends[1], socket.SHUT_RDWR)
+    assert eventually(lambda: workers.exchanges[0]._gone)  # Otherwise the step may begin its exchange before.
     workers.begin(0)[0].join(60)
     assert "worker 1 at b:1 is gone" in workers.ended[0], workers.ended
     refused = workers.exchanges[0]._state()["pending"][-1]
