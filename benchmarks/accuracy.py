@@ -131,7 +131,7 @@ def plot(runs: Sequence[Run]) -> Any:
     import matplotlib.figure
 
     seed, is_strict = min(run.seed for run in runs), any(run.min_elements for run in runs)
-    runs = [run for run in runs if run.seed == seed and (run.min_elements or run.is_exact or not is_strict)]
+    runs = [run for run in runs if run.seed == seed and (run.min_elements or run.codec == "none" or not is_strict)]
     panels = list(dict.fromkeys((run.model, run.optimizer) for run in runs))
     figure = matplotlib.figure.Figure(figsize=(4.2 * len(panels) + 0.5, 3.4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
