@@ -46,7 +46,7 @@ class ReplicatedExtended:
 
     communication: CompressionState | None = None
     reducer: GradientReducer
-    reducer_beside: GradientReducer  # Of exchanges that run beside steps; `reducer` if none do.
+    reducer_beside: GradientReducer  # Sums in exchanges that run beside steps; `reducer` if none do.
     _collectives_beside: Collectives | None = None
     parts: PartReducer | None = None  # Parts of what `model_sharding` divides.
     parts_of_all: PartReducer | None = None  # Parts of tables, which are divided among all replicas.

@@ -12,7 +12,7 @@ from tfdist.strategies.collectives.host_device import host_of
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
-FIRST_KEY_BESIDE = 1 << 30  # Of exchanges that run beside steps. Steps never count as far.
+FIRST_KEY_BESIDE = 1 << 30  # Keys of exchanges that run beside steps begin here. Steps never count as far.
 _CARRIERS = {
     tf.bfloat16: tf.float32,
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),

@@ -182,7 +182,7 @@ class ElasticTraining:
         together = model.steps_per_execution
         if self._passes_over(fit):
             if fit.reads:
-                self._read(iterator, together, skips=model)
+                self._read(iterator, together, model)
             return dict(fit.logs)
         if fit.is_over:
             return dict(fit.logs)
@@ -197,7 +197,7 @@ class ElasticTraining:
             fit.trained += together
         else:
             fit.skipping_since = time.monotonic()
-            fit.skipped += self._read(iterator, together, skips=model)
+            fit.skipped += self._read(iterator, together, model)
         fit.steps += together
         if time.monotonic() - self._told_at > _PROGRESS_SECONDS:
             self.tell_progress()
@@ -450,8 +450,8 @@ class ElasticTraining:
             self._fit.rows += rows
             self._fit.epoch_rows += rows
 
-    def _read(self, iterator: Any, batches: int, skips: keras.Model | None = None) -> int:
-        """Reads batches without training, and returns their rows. `skips`: a model that would have trained on them."""
+    def _read(self, iterator: Any, batches: int, model: keras.Model) -> int:
+        """Reads batches on which the model does not train, and returns their rows."""
         total, strategy = 0, self._strategy()
         for _ in range(batches):
             try:
@@ -462,8 +462,7 @@ class ElasticTraining:
             first = tf.nest.flatten(batch)[0]
             rows = [int(tf.shape(own)[0]) for own in strategy.experimental_local_results(first)]  # type: ignore[union-attr]
             total += sum(rows)
-            if skips is not None:
-                strategy.reports.pass_over(skips, rows)  # type: ignore[union-attr]
+            strategy.reports.pass_over(model, rows)  # type: ignore[union-attr]
         return total
 
 

@@ -121,7 +121,7 @@ class RowReport:
       rounds: Number of synchronizations.
       trained: Rows of each worker that the weights have learned from.
       lost: Rows that each worker trained on before it was lost, after its last synchronization. The weights have not
-        learned from them. A lost worker has told of them once a second, so the last second may be missing.
+        learned from them. A worker tells of them every 0.2 s, so those of its last moment may be missing.
       skipped: Rows of the batches that each worker skipped by `equal_time`.
       missed_rounds: Synchronizations in which each worker did not take part. Its rows were not trained on there.
     """

@@ -40,7 +40,7 @@ class TrainedWeights:
       weights: The trainable weights, as Keras variables, in the order in which steps first updated them.
       statistics: Other weights that steps assign, such as those of BatchNormalization.
       outer: The outer updates of DiLoCo, for the weights of each optimizer and fragment; empty for LocalSGD.
-      travelling: What travels of each fragment, with the `overlap_steps` of DiLoCo; else empty.
+      travelling: The changes of each fragment on their way, with the `overlap_steps` of DiLoCo; else empty.
     """
 
     def __init__(self, synchronization: Synchronization, strategy: Any, background: BackgroundExchanges | None = None):
@@ -138,7 +138,7 @@ class TrainedWeights:
         return stops
 
     def _arrivals(self, step: Step, taken: Any = None) -> tf.Tensor:
-        """Applies what has arrived after a number of steps, or whatever travels; see `end_step`."""
+        """Applies fragments that arrive after `taken` steps; without `taken`, all that travel. See `end_step`."""
         stops = tf.zeros([])
         for fragment, travelling in enumerate(self.travelling):
             arrives = travelling.travels[step.replica].read_value()

@@ -17,7 +17,7 @@ from tfdist.strategies.step import Step, current_step
 
 
 class TravellingFragment:
-    """What one fragment of the weights takes along when it departs, and brings back.
+    """The changes and statistics that one fragment of the weights sends to all replicas, and their averages.
 
     It departs after a step and arrives a fixed number of steps later. In between `exchange` puts averages over all
     replicas in the place of the replica's own values: in a thread, while steps compute, or in the step of the arrival.
@@ -39,7 +39,7 @@ class TravellingFragment:
         self._strategy, self._background = strategy, background
         self.outer: list[OuterUpdate] = []
         self.statistics: list[Any] = []
-        self._copies: list[list[tf.Variable]] = []  # Of statistics, by statistic and replica.
+        self._copies: list[list[tf.Variable]] = []  # Copies of statistics, by statistic and replica.
         self._functions: dict[tuple[int, int], Callable[[], Any]] = {}
         self._error: Exception | None = None
         self.travels: list[tf.Variable] = []
