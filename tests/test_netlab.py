@@ -225,7 +225,10 @@ def test_up_exec_and_down_do_not_touch_other_labs(lab):
 def test_an_error_inside_removes_the_lab_and_its_processes():
     with pytest.raises(KeyboardInterrupt):
         with Netlab(hosts=2, rate=None) as lab:
-            sleeper = subprocess.Popen(lab.hosts[1].command(["sleep", "1000"]))
+            command = lab.hosts[1].command(["sh", "-c", "echo inside; exec sleep 1000"])
+            sleeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            with sleeper.stdout as output:
+                assert output.readline() == "inside\n"  # `ip` has entered the namespace, so the lab can see the process
             raise KeyboardInterrupt
     assert sleeper.wait(DEADLINE_SECONDS) == -signal.SIGKILL
     assert not owned_by(lab) & set(namespaces())
