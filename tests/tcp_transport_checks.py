@@ -13,9 +13,11 @@ from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
 
 from tfdist._compat import tf_internals
 from tfdist.network.tls import Tls, TlsFiles
-from tfdist.strategies.collectives import peer_exchange
+from tfdist.strategies.collectives import peer_exchange, pending_exchange, received_bytes
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
+from tfdist.strategies.collectives.message_arrival import HEADER
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
+from tfdist.strategies.collectives.pending_exchange import ExchangeForm
 from tfdist.strategies.collectives.tcp_transport import TcpTransport
 
 NAMES = ["worker 0 at a:1", "worker 1 at b:1"]
@@ -175,8 +177,8 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def header_of(group, key, size, form=peer_exchange._Form.ALL_GATHER.value):
-    return peer_exchange._HEADER.pack(group, key, size, form)
+def header_of(group, key, size, form=ExchangeForm.ALL_GATHER.value):
+    return HEADER.pack(group, key, size, form)
 
 
 def is_closed_after(end, headers):
@@ -271,7 +273,7 @@ def a_worker_that_cannot_send_fails_without_waiting(workers):
     def without_room(self, *args):
         raise MemoryError("no room")
 
-    peer_exchange._PendingCollective.__init__ = without_room
+    pending_exchange.PendingExchange.__init__ = without_room
     assert all("UnavailableError" in each for each in workers.both()), workers.ended
     assert all("no room" in each for each in workers.ended), workers.ended
 
@@ -284,7 +286,7 @@ def large_and_small_tensors_arrive_independently(workers):
 
 @scenario
 def a_message_larger_than_one_dimension_can_count_arrives(workers):
-    peer_exchange._MOST_ROWS = 900  # less than the rows of a message of 4000 bytes
+    received_bytes._MOST_ROWS = 900  # less than the rows of a message of 4000 bytes
     assert workers.both() == [[2000, 1000]] * 2, workers.ended
 
 

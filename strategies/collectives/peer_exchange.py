@@ -5,17 +5,12 @@ time. TensorFlow still detects dead workers: while a step waits here, a thread c
 collectives would still run.
 """
 
-import enum
-import functools
-import itertools
 import os
 import queue
 import select
 import socket
-import struct
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,37 +22,22 @@ from tfdist.events.event_buffer import EVENTS
 from tfdist.events.event_file import EXCHANGE
 from tfdist.strategies.collectives.abort_probe import raise_if_aborted
 from tfdist.strategies.collectives.collective_launcher import FIRST_KEY_BESIDE
+from tfdist.strategies.collectives.exchange_inboxes import ExchangeInboxes
 from tfdist.strategies.collectives.link_speeds import LinkSpeeds
+from tfdist.strategies.collectives.message_arrival import HEADER, MessageArrival
 from tfdist.strategies.collectives.message_sender import MessageSender
+from tfdist.strategies.collectives.pending_exchange import FAILED, MOST_BYTES, ExchangeForm, PendingExchange
 from tfdist.strategies.collectives.socket_streams import stream_of
 
-# The group of an exchange, its key in the group, the number of bytes that follow, and the form of the exchange.
-_HEADER = struct.Struct("!iiqB")
 _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_WORD_BYTES = 4  # Received bytes are rows of this length if they fill them, as most types need.
-_FAILED = -1  # In place of a key; keys are positive.
 _LOOK_SECONDS = 1.0
 _UNLIKE_SECONDS = 60.0  # Longest wait for a worker that sends other exchanges meanwhile.
-_WAKING_BYTES = 256 << 10  # Bytes of a long message that wake the receiving thread again.
-_MOST_BYTES = (1 << 31) - 1  # Largest message.
-_MOST_ROWS = (1 << 31) - 1  # Largest dimension of a tensor that TensorFlow makes without filling it.
 # Largest number of pending exchanges. A step has some hundreds. Each takes 2 KB before its first byte arrives.
 _MOST_ROUNDS = 1 << 14
 
-_MESSAGE = [tf.uint8, tf.int32]  # In an inbox: received bytes, and the key of their exchange.
-
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
-
-class _Form(enum.Enum):
-    """The form of an exchange. The result has the tensors of all workers, except with SWAP: only that of the other."""
-
-    ALL_GATHER = 1  # Each worker sends its rows to all.
-    ALL_TO_ALL = 2  # Each worker sends one row to each.
-    SWAP = 3  # Two workers send a tensor to each other.
-
-
-_FORMS = frozenset(each.value for each in _Form)
+_FORMS = frozenset(each.value for each in ExchangeForm)
 
 
 class PeerExchange:
@@ -70,22 +50,21 @@ class PeerExchange:
         self._worker, self._names = worker, names
         self._streams = {peer: stream_of(connection) for peer, connection in connections.items()}
         self._lock = threading.Lock()
-        self._rounds: dict[_Tag, _PendingCollective] = {}
-        self._refused: list[tuple[_Tag, _PendingCollective]] = []  # The first exchange begun without a peer, if any.
+        self._rounds: dict[_Tag, PendingExchange] = {}
+        self._refused: list[tuple[_Tag, PendingExchange]] = []  # The first exchange begun without a peer, if any.
         self._members: dict[int, tuple[int, ...]] = {}  # The workers of the groups that have not all, by group.
         self._gone: dict[int, str] = {}  # Error messages about peers without a connection.
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
         # Complete exchanges, which the receiving thread delivers.
-        self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[tuple[_Tag, PendingExchange]] = queue.SimpleQueue()
         self._poll = select.epoll()
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sender = MessageSender(self._streams, self._lose)
         for name, target in [("receive", self._receive), ("watch", self._watch)]:
             threading.Thread(target=target, name=f"tfdist-peers-{name}", daemon=True).start()
         recorder.add_state(self._state)
-        self._inboxes: dict[int, tf.queue.FIFOQueue] = {}  # One for each exchange of a graph, as long as the graph.
-        self._numbers = itertools.count()
+        self._inboxes = ExchangeInboxes(worker, self._begin)
 
     def limit(self, group: int, workers: Sequence[int]) -> None:
         """Limits the exchanges of a group of replicas to some workers, this one among them.
@@ -107,74 +86,19 @@ class PeerExchange:
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
         """
-        return self._call(rows, group, key, _Form.ALL_GATHER)
+        return self._call(rows, group, key, ExchangeForm.ALL_GATHER)
 
     def all_to_all(self, rows: tf.Tensor, group: int, key: tf.Tensor) -> tf.Tensor:
         """Sends row j to worker j. Returns the rows from all workers in order, as `rows`; see `all_gather`."""
-        return self._call(rows, group, key, _Form.ALL_TO_ALL)
+        return self._call(rows, group, key, ExchangeForm.ALL_TO_ALL)
 
     def swap(self, tensor: tf.Tensor, group: int, key: tf.Tensor) -> tf.Tensor:
         """Sends a tensor to the only other worker. Returns the tensor of that worker; see `all_gather`."""
-        return self._call(tensor, group, key, _Form.SWAP)
+        return self._call(tensor, group, key, ExchangeForm.SWAP)
 
     def _call(self, rows, group, key, form):
-        """Adds an exchange to the graph, in few operations, since TensorFlow takes long to optimize many.
-
-        The function that Python runs is the same for all exchanges, since TensorFlow never releases it.
-        """
-        place, inbox = self._new_inbox()
-        labels = tf.constant([place, group, form.value])
-        # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
-        key = tf.numpy_function(self._begin, [labels, key, rows], tf.int32, stateful=False)
-        with tf.control_dependencies([key]):
-            received, got = _take(inbox)
-        times = len(self._workers_of(group)) if form is _Form.ALL_GATHER else 1
-        elements = None if rows.shape.num_elements() is None else times * rows.shape.num_elements()
-        # All exchanges share both branches, which `tf.cond` would trace for each.
-        received = tf.raw_ops.If(
-            cond=tf.raw_ops.NotEqual(x=got, y=key),
-            input=[received, got, key, inbox],
-            then_branch=self._await_next,
-            else_branch=self._is_received,
-            Tout=[tf.uint8],
-            output_shapes=[_shape_of_bytes(elements, rows.dtype.size)],
-        )
-        tf_internals.maybe_set_lowering_attr(received[0].op)
-        return _like(received[0], rows, times)
-
-    @functools.cached_property
-    def _is_received(self):
-        """Returns the bytes of a message."""
-        return _traced(lambda received, got, key, inbox: received)
-
-    @functools.cached_property
-    def _await_next(self):
-        """Returns the bytes of the message of a key, instead of those that a failed step has left in the inbox.
-
-        Raises an error in the step if the message tells of a failure.
-        """
-        is_other = _traced(lambda received, got, key, inbox: (got != key) & (got != _FAILED))
-        take_next = _traced(lambda received, got, key, inbox: (*_take(inbox), key, inbox))
-
-        def await_next(*message):
-            # One operation, which runs functions. The loop of `tf.while_loop` becomes dozens in each step.
-            received, *_ = tf.raw_ops.While(input=message, cond=is_other, body=take_next)
-            # Outside of the functions, since an error in one of them would first cancel the other operations of the
-            # step, which then fails as cancelled.
-            with tf.control_dependencies([received]), tf.control_dependencies([raise_if_aborted(self._worker)]):
-                return tf.identity(received)
-
-        return _traced(await_next)
-
-    def _new_inbox(self):
-        """Makes an inbox, which lives as long as the graphs that use its handle. Returns its number and its handle."""
-        place = next(self._numbers)
-        with tf.init_scope(), tf.device("CPU:0"):
-            inbox = tf.queue.FIFOQueue(-1, _MESSAGE)
-            handle = tf.identity(inbox.queue_ref)
-        self._inboxes[place] = inbox
-        weakref.finalize(handle, self._inboxes.pop, place, None).atexit = False
-        return place, handle
+        times = len(self._workers_of(group)) if form is ExchangeForm.ALL_GATHER else 1
+        return self._inboxes.exchange(rows, group, key, form, times)
 
     def _workers_of(self, group):
         """Returns the numbers of the workers that exchange in a group."""
@@ -208,7 +132,7 @@ class PeerExchange:
         place, group, form = labels.tolist()
         inbox = self._inboxes[place]
         try:
-            fault = self._join(inbox, (group, int(key)), rows, _Form(form))
+            fault = self._join(inbox, (group, int(key)), rows, ExchangeForm(form))
         except Exception as error:  # On any error: peers must not wait for this worker.
             fault = f"{self._names[self._worker]} cannot send: {error}"
         if fault:
@@ -219,7 +143,7 @@ class PeerExchange:
     def _join(self, inbox, tag, rows, form):
         """Joins an exchange and sends this worker's part. Returns the error message if that fails, else `None`."""
         members = self._workers_of(tag[0])
-        rows = rows.reshape(len(members) if form is _Form.ALL_TO_ALL else 1, -1).view(np.uint8)
+        rows = rows.reshape(len(members) if form is ExchangeForm.ALL_TO_ALL else 1, -1).view(np.uint8)
         size = rows.shape[1]
         with self._lock:
             current = self._round(tag, size, form)
@@ -233,8 +157,8 @@ class PeerExchange:
         rows = rows if len(rows) > 1 else [rows[0]] * len(members)
         own = members.index(self._worker)
         for place in (*range(own + 1, len(members)), *range(own)):  # Otherwise all would send to the first ones first.
-            self._sender.give(members[place], _HEADER.pack(*tag, size, form.value), rows[place])
-        if form is not _Form.SWAP:
+            self._sender.give(members[place], HEADER.pack(*tag, size, form.value), rows[place])
+        if form is not ExchangeForm.SWAP:
             current.row(self._worker)[:] = rows[own]
         if self._is_whole(tag, current, self._worker):
             # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
@@ -245,7 +169,7 @@ class PeerExchange:
     def _round(self, tag, size, form):
         """Returns the pending exchange with a tag (group, key), made when its first part comes. Needs the lock."""
         if tag not in self._rounds:
-            self._rounds[tag] = _PendingCollective(self._workers_of(tag[0]), size, form)
+            self._rounds[tag] = PendingExchange(self._workers_of(tag[0]), size, form)
         return self._rounds[tag]
 
     def _unlike(self, current, size, form, worker):
@@ -319,12 +243,12 @@ class PeerExchange:
 
     def _tell_of_failure(self, inbox):
         with tf.device("CPU:0"):
-            inbox.enqueue([tf.zeros([0], tf.uint8), _FAILED])
+            inbox.enqueue([tf.zeros([0], tf.uint8), FAILED])
 
     # Threads: one receiver and one watcher, beside those of the sender.
 
     def _receive(self):
-        arrivals = {stream.fileno(): _Arrival(peer, stream) for peer, stream in self._streams.items()}
+        arrivals = {stream.fileno(): MessageArrival(peer, stream) for peer, stream in self._streams.items()}
         for descriptor in [self._wakeup_fd, *arrivals]:
             self._poll.register(descriptor, select.EPOLLIN)
         with tf.device("CPU:0"):  # Entered once, since each step evicts Python from the CPU caches and slows calls.
@@ -352,14 +276,14 @@ class PeerExchange:
     def _take(self, arrival):
         while arrival.fill():
             if arrival.current is None:
-                group, key, size, code = _HEADER.unpack(arrival.header)
+                group, key, size, code = HEADER.unpack(arrival.header)
                 if wrong := self._wrong(arrival.peer, group, key, size, code):
                     arrival.close()
                     self._fail(f"{self._names[arrival.peer]} {wrong} This worker has closed its connection to it.")
                     return
                 with self._lock:
-                    current = self._round((group, key), size, _Form(code))
-                if fault := self._unlike(current, size, _Form(code), arrival.peer):
+                    current = self._round((group, key), size, ExchangeForm(code))
+                if fault := self._unlike(current, size, ExchangeForm(code), arrival.peer):
                     self._fail(fault)
                     return
                 arrival.expect((group, key), current)
@@ -371,7 +295,7 @@ class PeerExchange:
 
     def _wrong(self, peer, group, key, size, code):
         """Returns an error message if a received header is invalid, else `None`. Headers are not trusted."""
-        if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES or code not in _FORMS:
+        if group < 0 or key <= 0 or not 0 <= size <= MOST_BYTES or code not in _FORMS:
             return f"has sent an invalid header: group {group}, key {key}, {size} bytes, form {code}."
         if peer not in self._workers_of(group):
             return f"has sent its part of an exchange in which it takes no part: group {group}, key {key}."
@@ -423,135 +347,3 @@ class PeerExchange:
         peers = (peer for each in late for peer in sorted(each.missing))
         have_sent = {peer for each in unasked for peer in each.workers if peer not in each.missing}
         return next((peer for peer in peers if peer in have_sent), None)
-
-
-class _PendingCollective:
-    """An exchange between workers of which some part has not arrived yet, with its receive buffer.
-
-    Attributes:
-      workers: The numbers of the workers that take part.
-      size: Number of bytes that each worker sends to a peer.
-      form: The `_Form` of the exchange.
-      missing: Workers with missing bytes.
-      inbox: The queue from which this worker's step takes the result; `None` before the step joins.
-      since: Time on the monotonic clock at which the step joined.
-    """
-
-    def __init__(self, workers, size, form):
-        if size > _MOST_BYTES:
-            raise ValueError(f"an exchange takes less than 2 GiB of each worker, got {size} bytes; split the tensors")
-        self.workers, self.size, self.form, self.missing = workers, size, form, set(workers)
-        self._tensor, self._bytes, self._lock = None, None, threading.Lock()
-        self.inbox, self.since = None, 0.0
-
-    def waits(self, since):
-        """Whether this worker's step has waited for the exchange since before the time `since`."""
-        return self.inbox is not None and self.since < since
-
-    def row(self, worker):
-        """Returns the part of the receive buffer for the bytes of a worker."""
-        with self._lock:  # This worker's step and the receiving thread fill the buffer.
-            if self._bytes is None:
-                self._allocate()
-        place = 0 if self.form is _Form.SWAP else self.workers.index(worker)  # Only the other worker's bytes, or all.
-        return self._bytes[place * self.size : (place + 1) * self.size]
-
-    def _allocate(self):
-        with tf.device("CPU:0"):
-            # TensorFlow owns the memory, so that no thread needs the interpreter's lock to free it.
-            self._tensor = _empty((1 if self.form is _Form.SWAP else len(self.workers)) * self.size)
-        # A view, without a copy. `np.asarray` would make a read-only array.
-        self._bytes = self._tensor.__array__().reshape(-1)
-
-    def deliver(self, key):
-        """Puts the received bytes and the key into the inbox of this worker's step."""
-        tf.raw_ops.QueueEnqueueV2(handle=self.inbox.queue_ref, components=[self._tensor, tf.constant(key, tf.int32)])
-
-
-def _empty(size):
-    """Returns a tensor of `size` bytes of any value, for received bytes."""
-    shape = _shape_of_bytes(size)
-    if max(shape) > _MOST_ROWS:  # Only of types of one or two bytes.
-        return tf.fill(tf.constant(shape, tf.int64), tf.zeros([], tf.uint8))
-    return tf.raw_ops.Empty(shape=_shape(size), dtype=tf.uint8)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape(size):
-    return tf.constant(_shape_of_bytes(size), tf.int32)
-
-
-def _shape_of_bytes(elements, element_bytes=1):
-    """Returns the shape of the received bytes of some elements; of unknown ones if `elements` is `None`."""
-    if elements is None:
-        return None if element_bytes % _WORD_BYTES else [None, _WORD_BYTES]
-    size = elements * element_bytes
-    return [size] if size % _WORD_BYTES else [size // _WORD_BYTES, _WORD_BYTES]
-
-
-def _take(inbox):
-    """Takes a message out of an inbox: received bytes, and the key of their exchange, int32 []."""
-    return tf.raw_ops.QueueDequeueV2(handle=inbox, component_types=_MESSAGE)
-
-
-def _traced(function):
-    """Traces a function of a message, the key of the exchange that the step awaits, and its inbox."""
-    scalar = tf.TensorSpec([], tf.int32)
-    message = tf.TensorSpec(None, tf.uint8), scalar
-    traced = tf.function(function, autograph=False)
-    with tf.init_scope():
-        return traced.get_concrete_function(*message, scalar, tf.TensorSpec([], tf.resource))
-
-
-class _Arrival:
-    """The message that is being received from a peer: a header, then as many bytes as the header states.
-
-    The attribute `current` is the exchange that the header names by its `tag`.
-    """
-
-    def __init__(self, peer, stream):
-        self.peer, self._stream, self.header = peer, stream, bytearray(_HEADER.size)
-        self.expect(None, None)
-
-    def expect(self, tag, current):
-        """Prepares `fill` for the peer's part of an exchange, or for the next header."""
-        self.tag, self.current = tag, current
-        self._rest = memoryview(self.header if current is None else current.row(self.peer))
-        if current is None:
-            self._stream.wake_at(1)
-
-    def fill(self):
-        """Receives the available part of the expected bytes. Returns whether they are complete."""
-        while self._rest.nbytes:
-            try:
-                count = self._stream.receive_into(self._rest)
-            except BlockingIOError:
-                self._stream.wake_at(min(self._rest.nbytes, _WAKING_BYTES))
-                return False
-            if not count:
-                raise EOFError("closed")
-            self._rest = self._rest[count:]
-        return True
-
-    @property
-    def has_more(self):
-        """Whether received bytes remain that `epoll` does not report, so that they must be read now."""
-        return self._stream.has_more
-
-    def close(self):
-        """Closes the connection to the peer in both directions."""
-        self._stream.close()
-
-
-def _like(received, own, times=1):
-    """Converts received bytes to a tensor like `own`, of `times` as many rows, without a copy."""
-    dtype, shape = own.dtype, own.shape
-    if dtype.size != _WORD_BYTES:
-        received = tf.reshape(received, [-1, dtype.size] if dtype.size > 1 else [-1])
-    values = tf.bitcast(received, dtype)
-    if shape.is_fully_defined():
-        whole = shape if times == 1 else [times * shape[0], *shape[1:]]
-        return values if values.shape == whole else tf.reshape(values, whole)
-    sizes = tf.shape(own) if times == 1 else tf.shape(own) * tf.constant([times, *[1] * (shape.rank - 1)])
-    rows = None if shape[0] is None else times * shape[0]
-    return tf.ensure_shape(tf.reshape(values, sizes), [rows, *shape[1:]])
