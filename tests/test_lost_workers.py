@@ -14,7 +14,9 @@ from launched import SCRIPTS, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError, WorkerLostError
 from tfdist.failure_kinds import FailureKind
+from tfdist.launch.absences import Absence, Absences
 from tfdist.launch.lost_workers import LostWorkers
+from tfdist.members_record import MembersRecord
 from tfdist.strategies.elastic.elastic_input import own_rows
 from tfdist.strategies.elastic.outer_step import OuterStep
 from tfdist.strategies.elastic.round_chief import RoundChief
@@ -74,18 +76,74 @@ def test_rows_are_counted_by_worker():
     assert report.describe().startswith("2 synchronizations: rows in the weights by worker 16, 6, 8; lost 0, 5, 0")
 
 
+def told(joins=None, connections=None, missed_steps=None):
+    return MembersRecord([0], joins or {}, connections or {}, missed_steps or {}, start_seconds=60.0)
+
+
 @pytest.mark.unit
-def test_a_lost_worker_starts_again_alone_until_it_does_not_join():
+def test_a_worker_that_fails_starts_again_alone_until_it_does_not_join():
     lost = LostWorkers(limit=2, window_seconds=100.0)
-    assert lost.lose(1, 0.0, None, {1: 1}) == 0.0 and lost.outside({1: 1}) == [1]
-    assert lost.due(0.0) == [1] and not lost.is_due(0.0)
-    assert lost.lose(1, 10.0, None, {1: 1}) == 1.0
+
+    def lose(worker, now, joins):
+        return lost.lose(worker, now, None, told({1: joins}), was_killed=False)
+
+    assert lose(1, 0.0, 1) == 0.0 and lost.outside(told({1: 1})) == [1]
+    assert lost.start_due(0.0, told()) == [1] and not lost.is_due(0.0)
+    assert lose(1, 10.0, 1) == 1.0
     assert not lost.is_due(10.5) and lost.is_due(11.0)
-    assert lost.outside({1: 2}) == []
-    assert lost.lose(1, 20.0, None, {1: 2}) == 0.0  # It has joined since.
-    assert lost.lose(1, 21.0, None, {1: 2}) == 1.0
-    assert lost.lose(1, 22.0, None, {1: 2}) is None
-    assert lost.lose(2, 22.0, None, {1: 2}) == 0.0
+    assert lost.outside(told({1: 2})) == []
+    assert lose(1, 20.0, 2) == 0.0  # It has joined since.
+    assert lose(1, 21.0, 2) == 1.0
+    assert lose(1, 22.0, 2) is None
+    assert lose(2, 22.0, 2) == 0.0
+
+
+@pytest.mark.unit
+def test_a_worker_that_is_killed_while_it_starts_has_more_tries_but_not_without_end():
+    lost = LostWorkers(limit=3, window_seconds=600.0)
+    pauses = [lost.lose(1, 1.0, "SIGKILL of worker 1", told(), was_killed=True) for _ in range(16)]
+    assert pauses[:7] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0] and pauses[14:] == [30.0, None]
+    assert lost.lose(2, 1.0, None, told(), was_killed=True) == 0.0
+    assert lost.lose(1, 2.0, None, told({1: 1}), was_killed=True) == 0.0  # It has joined since.
+    assert LostWorkers(0, 600.0).lose(1, 1.0, None, told(), was_killed=True) is None
+
+
+@pytest.mark.unit
+def test_a_worker_that_starts_again_must_connect_in_time():
+    lost = LostWorkers(limit=3, window_seconds=600.0)
+    for worker in (1, 2):
+        lost.lose(worker, 0.0, None, told(), was_killed=True)
+    assert lost.start_due(5.0, told(connections={1: 1, 2: 1})) == [1, 2]
+    assert lost.overdue(65.0, told(connections={1: 1, 2: 1})) == []
+    assert lost.overdue(66.0, told(connections={1: 2, 2: 1})) == [2]
+    assert lost.overdue(99.0, told(connections={1: 2, 2: 1})) == []
+    lost.lose(2, 70.0, None, told(), was_killed=True)
+    lost.start_due(71.0, told())
+    lost.lose(2, 80.0, None, told(), was_killed=True)  # The deadline of a start ends with the process.
+    assert lost.overdue(1000.0, told()) == []
+
+
+@pytest.mark.unit
+def test_absences_have_all_starts_of_a_worker_and_the_steps_that_it_missed():
+    absences = Absences()
+    absences.lose(2, "host-b", 10.0, "killed", told({1: 1, 2: 1}))
+    absences.start(2, 11.0)
+    absences.lose(2, "host-b", 15.0, "killed again", told({1: 1, 2: 1}))
+    absences.start(2, 16.0)
+    assert not absences.see(told({1: 1, 2: 1}, missed_steps={(2, 1): 8}))
+    assert absences.see(told({1: 1, 2: 2}, missed_steps={(2, 1): 12}))
+    first = Absence(2, "host-b", 10.0, ["killed", "killed again"], [11.0, 16.0], has_joined=True, missed_steps=12)
+    assert absences.all == (first,)
+    absences.lose(2, "host-b", 20.0, "killed", told({1: 1, 2: 3}))
+    # Worker 2 has joined once more before the supervisor looked, so the first absence has the steps of both.
+    assert not absences.see(told({2: 3}, missed_steps={(2, 1): 12, (2, 2): 4, (2, 3): 20}))
+    assert [(each.missed_steps, each.has_joined) for each in absences.all] == [(16, True), (20, False)]
+
+
+@pytest.mark.unit
+def test_the_record_of_members_is_the_same_after_its_file():
+    record = MembersRecord([0, 2], {1: 1, 2: 3}, {1: 2, 2: 4}, {(1, 1): 40, (2, 2): 8}, 120.0)
+    assert MembersRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
 @pytest.mark.unit
@@ -176,7 +234,7 @@ class Job:
         self.chief = RoundChief(
             *(self.spec(0, workers), 5.0, Message("greeting")),
             lambda *loss: self.lost.append(loss),
-            lambda members, joins: self.told.append((list(members), dict(joins))),
+            self.told.append,
         )
         self.workers = workers
 
@@ -206,7 +264,9 @@ def test_a_round_goes_on_without_a_member_that_is_lost_in_it(job):
     threading.Timer(0.3, members[2].close).start()
     parts = job.chief.gather("weights", [0, 0, 4], SECONDS)
     assert list(parts) == [1] and job.chief.members == [1]
-    assert job.lost == [(2, 7)] and job.told[-1] == ([1], {1: 1, 2: 1})
+    assert job.lost == [(2, 7)] and (job.told[-1].members, job.told[-1].joins) == ([0, 1], {1: 1, 2: 1})
+    job.chief.close_round([1], 4)
+    assert job.told[-1].missed_steps == {(2, 1): 4} and job.told[-1].connections == {1: 1, 2: 1}
     job.chief.answer({1: Message("weights", {"fit": 0})})
     assert members[1].hear("weights").fields == {"fit": 0}
 

@@ -28,8 +28,8 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
 
+from tfdist.members_record import MembersRecord
 from tfdist.symlink_safe_file import write_whole
 
 RUN_DIR = "TFDIST_RUN_DIR"
@@ -148,16 +148,14 @@ class RunFiles:
         """Reports a complete backup to the supervisor, as progress. Raises `OSError` if the file cannot be written."""
         write_whole(self.run_dir / "committed", f"{step}\n{folder}")
 
-    def tell_of_members(self, attempt: int, members: Sequence[int], joins: Mapping[int, int]) -> None:
-        """Tells the supervisor that the job goes on without lost workers: members, and how often each has joined."""
-        said = {"members": list(members), "joins": sorted(joins.items())}
-        write_whole(self.attempt(attempt) / "members.json", json.dumps(said))
+    def tell_of_members(self, attempt: int, record: MembersRecord) -> None:
+        """Tells the supervisor that the job goes on without lost workers, and its members."""
+        write_whole(self.attempt(attempt) / "members.json", json.dumps(record.to_json()))
 
-    def members(self, attempt: int) -> tuple[list[int], dict[int, int]] | None:
+    def members(self, attempt: int) -> MembersRecord | None:
         """Returns what `tell_of_members` has told; `None` if the job needs all workers."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            said = json.loads((self.attempt(attempt) / "members.json").read_text())
-            return list(said["members"]), {int(worker): int(count) for worker, count in said["joins"]}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return MembersRecord.from_json(json.loads((self.attempt(attempt) / "members.json").read_text()))
         return None
 
     @property

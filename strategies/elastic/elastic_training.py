@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.events.phase_names import WAITING
 from tfdist.faults import watchdog
+from tfdist.members_record import MembersRecord
 from tfdist.package_version import version_of
 from tfdist.run_files import ATTEMPT, RunFiles
 from tfdist.strategies.chief_only_guard import is_on_chief_alone
@@ -87,8 +89,8 @@ class ElasticTraining:
         setup = {"synchronization": described(synchronization), "devices": devices, "versions": versions}
         if self.worker == 0:
             greeting = Message("greeting", {"setup": setup, "random": random_states()})
-            self._chief = RoundChief(cluster, silence_seconds, greeting, self._lose, _write_members)
-            _write_members([], {})
+            write = functools.partial(_write_members, start_seconds=options.start_timeout_seconds)
+            self._chief = RoundChief(cluster, silence_seconds, greeting, self._lose, write)
         else:
             self._member = RoundMember(cluster, options.start_timeout_seconds, silence_seconds)
             said = self._member.hear("greeting").fields
@@ -338,6 +340,7 @@ class ElasticTraining:
                 parts = self._chief.gather("weights", place, self._patience_seconds)
                 answer = self._averaged(fit, done, ends, parts, len(trainable), self._executions(model))
                 self._chief.answer(dict.fromkeys(parts, answer))
+                self._chief.close_round(parts, fit.steps)
                 self._round_seconds = time.monotonic() - fit.began
             else:
                 fields = {"fit": fit.number, "place": place, "done": dataclasses.asdict(done)}
@@ -500,9 +503,10 @@ def _check_keeps_no_averages(model: keras.Model) -> None:
         )
 
 
-def _write_members(members: Any, joins: Mapping[int, int]) -> None:
+def _write_members(record: MembersRecord, start_seconds: float) -> None:
     """Tells the supervisor that the job goes on without lost workers, and its members."""
     files = RunFiles.of_worker()
     if files is not None:
         with contextlib.suppress(OSError):
-            files.tell_of_members(int(os.environ.get(ATTEMPT, "0")), [0, *members], joins)
+            record = dataclasses.replace(record, start_seconds=start_seconds)
+            files.tell_of_members(int(os.environ.get(ATTEMPT, "0")), record)

@@ -12,6 +12,7 @@ from absl import logging
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError, WorkerLostError
 from tfdist.faults import rendezvous
+from tfdist.members_record import MembersRecord
 from tfdist.network.connection_acceptor import ConnectionAcceptor
 from tfdist.network.handshake import NotOursError, receive
 from tfdist.network.secret import Secret
@@ -32,7 +33,7 @@ class RoundChief:
       silence_seconds: How long a worker may be silent before it counts as lost.
       greeting: The first message to each worker that connects.
       on_loss: Called with a member that is lost during a `fit`, and the rows of which it has told since the last round.
-      on_members: Called with the members, and how often each worker has joined, whenever they change.
+      on_members: Called with the members, and what else the supervisor must know, whenever they change.
 
     Attributes:
       present: The place of the running `fit`, for workers that must still trace their step; `None` before it has begun.
@@ -45,7 +46,7 @@ class RoundChief:
         silence_seconds: float,
         greeting: Message,
         on_loss: Callable[[int, int], None],
-        on_members: Callable[[Collection[int], Mapping[int, int]], None],
+        on_members: Callable[[MembersRecord], None],
     ):
         self._cluster, self._silence_seconds = cluster, silence_seconds
         self._greeting, self._on_loss, self._on_members = greeting, on_loss, on_members
@@ -56,9 +57,12 @@ class RoundChief:
         self._joining: dict[int, int] = {}  # The `fit` that a worker wants to join.
         self._members: set[int] = set()
         self._joins: dict[int, int] = {}
+        self._connections: dict[int, int] = {}
+        self._missed_steps: dict[tuple[int, int], int] = {}
         self._offered: dict[int, Message] = {}
         self._told: dict[int, int] = {}  # Rows since the last round, by the signs of progress of a member.
         self._fits_over = 0
+        self._tell_members()  # So the supervisor knows that the job goes on without lost workers.
         secret = Secret.from_env()
         self._acceptor: ConnectionAcceptor[int] = ConnectionAcceptor(
             rendezvous.listen_at(cluster), functools.partial(self._admit, secret), Tls.from_env()
@@ -161,6 +165,16 @@ class RoundChief:
         """Sends messages to members, which end a round for them."""
         self._send_all(messages)
 
+    def close_round(self, took_part: Collection[int], steps: int) -> None:
+        """Counts the steps of a round as missed by the workers that did not take part."""
+        with self._changed:
+            missing = set(range(1, self._cluster.num_workers)) - set(took_part)
+            for worker in missing:
+                key = worker, self._joins.get(worker, 0)
+                self._missed_steps[key] = self._missed_steps.get(key, 0) + steps
+            if missing:
+                self._tell_members()
+
     def end_fit(self, fit: int, message: Message) -> None:
         """Tells all workers that still take part in a `fit`, or wait to join it, that it is over."""
         with self._changed:
@@ -199,6 +213,8 @@ class RoundChief:
                 if worker in self._links:  # Its process has ended, and a new one is faster than that news.
                     self._drop(worker, self._links[worker], "was started again")
                 self._links[worker] = link
+                self._connections[worker] = self._connections.get(worker, 0) + 1
+                self._tell_members()
                 self._changed.notify_all()
             self._send(worker, link, self._greeting)
 
@@ -255,7 +271,8 @@ class RoundChief:
             self._tell_members()
 
     def _tell_members(self):
-        self._on_members(sorted(self._members), dict(self._joins))
+        members = [0, *sorted(self._members)]
+        self._on_members(MembersRecord(members, dict(self._joins), dict(self._connections), dict(self._missed_steps)))
 
     def _send(self, worker, link, message):
         try:

@@ -1,27 +1,30 @@
 """Decides which lost workers start again alone, in a job that goes on without them. Uses no processes and no clock."""
 
-from collections.abc import Mapping
-
 from tfdist.failure_kinds import FailureKind
 from tfdist.launch.restart_policy import Chance, Restarts, chance_of
+from tfdist.members_record import MembersRecord
+
+_TRIES_OF_KILLED = 5
 
 
 class LostWorkers:
     """Which workers that have ended start again alone, and when.
 
     Worker 0 is needed by all: if it fails, all workers start again. A worker that has joined since its last start has
-    its restarts back. Without restarts left, the job goes on without the worker.
+    its restarts back. Without restarts left, the job goes on without the worker. A worker that is killed while it
+    starts says nothing about its next start, and the others lose nothing by it. So it has five times as many restarts.
 
     Args:
-      limit: Largest number of restarts of a worker that does not join in between.
+      limit: Largest number of restarts of a worker that fails, and does not join in between.
       window_seconds: Time after which a restart no longer counts.
     """
 
     def __init__(self, limit: int, window_seconds: float):
         self._limit, self._window_seconds = limit, window_seconds
-        self._restarts: dict[int, Restarts] = {}
+        self._restarts: dict[tuple[int, bool], Restarts] = {}
         self._joins: dict[int, int] = {}
         self._due: dict[int, float] = {}
+        self._starting: dict[int, tuple[float, int]] = {}  # Time of the start, and number of earlier connections.
 
     @staticmethod
     def concerns_all(worker: int, kind: FailureKind, *, is_exception: bool) -> bool:
@@ -29,35 +32,56 @@ class LostWorkers:
         chance = chance_of(kind, is_exception=is_exception, has_commit=True)
         return worker == 0 or chance == Chance.NEVER
 
-    def lose(self, worker: int, now: float, place: str | None, joins: Mapping[int, int]) -> float | None:
+    def lose(
+        self, worker: int, now: float, place: str | None, told: MembersRecord, *, was_killed: bool
+    ) -> float | None:
         """Records the end of a worker, and returns the pause before its next start; `None` for no next start.
 
         Args:
           worker: The worker.
           now: The time, in seconds.
           place: The place of the failure, or `None` if it is unknown.
-          joins: How often each worker has joined.
+          told: What worker 0 has told.
+          was_killed: Whether a signal ended the worker.
         """
-        restarts = self._restarts.setdefault(worker, Restarts(self._limit, self._window_seconds))
-        if joins.get(worker, 0) > self._joins.get(worker, 0):
-            restarts.progress()
-        self._joins[worker] = joins.get(worker, 0)
-        pause = restarts.pause(now, place)
+        joins = told.joins.get(worker, 0)
+        if joins > self._joins.get(worker, 0):
+            for killed in (False, True):
+                self._of(worker, was_killed=killed).progress()
+        self._joins[worker] = joins
+        self._starting.pop(worker, None)
+        pause = self._of(worker, was_killed=was_killed).pause(now, place)
         if pause is not None:
             self._due[worker] = now + pause
         return pause
 
-    def due(self, now: float) -> list[int]:
-        """Returns the workers that are to start now, each once."""
+    def start_due(self, now: float, told: MembersRecord) -> list[int]:
+        """Returns the workers that are to start now, each once. They have time to connect from now on."""
         workers = [worker for worker, then in self._due.items() if then <= now]
         for worker in workers:
             del self._due[worker]
+            self._starting[worker] = now, told.connections.get(worker, 0)
         return workers
 
-    def outside(self, joins: Mapping[int, int]) -> list[int]:
+    def overdue(self, now: float, told: MembersRecord) -> list[int]:
+        """Returns the workers that have not connected to worker 0 in time after their start, each once."""
+        late = []
+        for worker, (then, before) in list(self._starting.items()):
+            if told.connections.get(worker, 0) > before:
+                del self._starting[worker]
+            elif now - then > told.start_seconds:
+                del self._starting[worker]
+                late.append(worker)
+        return late
+
+    def outside(self, told: MembersRecord) -> list[int]:
         """Returns the workers that were lost and have not joined since."""
-        return [worker for worker, before in self._joins.items() if joins.get(worker, 0) <= before]
+        return [worker for worker, before in self._joins.items() if told.joins.get(worker, 0) <= before]
 
     def is_due(self, now: float) -> bool:
         """Whether a worker is to start now."""
         return any(then <= now for then in self._due.values())
+
+    def _of(self, worker: int, *, was_killed: bool) -> Restarts:
+        limit = self._limit * (_TRIES_OF_KILLED if was_killed else 1)
+        return self._restarts.setdefault((worker, was_killed), Restarts(limit, self._window_seconds))

@@ -19,6 +19,7 @@ from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
+from tfdist.launch.absences import Absence
 from tfdist.launch.attempt_watch import AttemptWatch
 from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, locks_in, remove
 from tfdist.launch.first_failure import (
@@ -31,6 +32,7 @@ from tfdist.launch.first_failure import (
     with_step,
 )
 from tfdist.launch.gpu_discovery import VISIBLE_DEVICES
+from tfdist.launch.lone_restarts import LoneRestarts
 from tfdist.launch.lost_workers import LostWorkers
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.run_summary import details_of, named, outcome_line
@@ -95,6 +97,7 @@ class Attempt:
       again: Whether the attempt repeated steps that an earlier attempt had committed.
       failure: First failure of a failed attempt.
       ended: Workers that still ran when another worker failed, and that the supervisor then ended.
+      absences: In a job that goes on without lost workers, the time without each of these workers.
     """
 
     number: int
@@ -108,6 +111,7 @@ class Attempt:
     again: bool
     failure: Failure | None = None
     ended: tuple[int, ...] = ()
+    absences: tuple[Absence, ...] = ()
 
     def describe(self, *, reason: bool = True) -> str:
         """Describes the attempt in one line, with or without the reason of a failure."""
@@ -203,7 +207,8 @@ class Supervisor:
     def _run_attempt(self, number: int) -> Attempt:
         """Makes one attempt: starts the workers, waits for their end and returns the result."""
         directory, workers, start = self._files.attempt(number), self._size.current, time.time()
-        self._write_attempts("running", None, {"number": number, "workers": workers, "time": start})
+        running = {"number": number, "workers": workers, "time": start}
+        self._write_attempts("running", None, running)
         self._commits.see(self._files.committed)
         self._remove_cache_locks(start)
         commits = self._commits = Commits(self._commits)
@@ -224,9 +229,11 @@ class Supervisor:
                 again=commits.again,
                 failure=failure,
                 ended=tuple(others),
+                absences=lone.absences if lone else (),
             )
 
         group: WorkerGroup | None = None
+        lone: LoneRestarts | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             group = WorkerGroup(
@@ -247,20 +254,30 @@ class Supervisor:
             return ended("failed", failure.exit_code, failure)
         if number == 0:
             self._tell_start(workers, directory)
+        lone = LoneRestarts(
+            *(group, self._files, number),
+            LostWorkers(self._options.max_restarts, self._options.restart_window_seconds),
+            lambda absences: self._write_attempts("running", None, running, absences),
+        )
         run_start = self._attempts[0].time if self._attempts else start
         try:
             with self._terminal.watching(AttemptWatch(self._files, number, group, run_start)):
-                return self._watch(group, number, start, commits, ended)
+                return self._watch(group, number, start, commits, lone, ended)
         finally:
             group.kill()
             with contextlib.suppress(OSError):
                 self._files.room(number).unlink(missing_ok=True)
 
     def _watch(
-        self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
+        self,
+        group: WorkerGroup,
+        number: int,
+        start: float,
+        commits: Commits,
+        lone: LoneRestarts,
+        ended: Callable[..., Attempt],
     ) -> Attempt:
         options, caught, stragglers, stopped = self._options, self._caught, LateWorkers(), StoppedWorkers()
-        lost = LostWorkers(options.max_restarts, options.restart_window_seconds)
         looked, wants_room = 0.0, False
 
         def look() -> bool:
@@ -277,12 +294,11 @@ class Supervisor:
             if not wants_room and self._size.is_due(now - start):
                 wants_room = True
                 self._ask_for_room(number)
-            self._end_late_joiners(group, number, lost)
-            return bool(self._stuck(group, number) or lost.is_due(now))
+            return bool(lone.look(now) or self._stuck(group, number))
 
         while True:
             group.wait(until=look)
-            if caught or not self._goes_on(group, number, lost):
+            if caught or not lone.goes_on() or self._stuck(group, number):
                 break
         codes = {each.returncode for each in group.exits}
         stuck = self._stuck(group, number)
@@ -308,47 +324,6 @@ class Supervisor:
         failure = with_step(failure, self._run_dir, [each.index for each in group.exits])
         failure = self._with_cache_lock(failure, number, start)
         return ended("failed", failure.exit_code, failure, [index for index in others if index != failure.worker])
-
-    def _goes_on(self, group: WorkerGroup, number: int, lost: LostWorkers) -> bool:
-        """Whether the attempt goes on after a wait, in a job that goes on without lost workers. Starts them again."""
-        told = self._files.members(number)
-        if told is None:
-            return False
-        chief_is_done = any(each.index == 0 and each.returncode == 0 for each in group.exits)
-        for each in group.exits:
-            if not each.returncode:
-                continue
-            if each.returncode == PREEMPTED:  # As in other jobs.
-                return False
-            failure = first_failure(self._run_dir, number, [each], [], time.time())
-            is_exception = failure.kind == "exception"
-            if LostWorkers.concerns_all(each.index, failure.category, is_exception=is_exception) and not chief_is_done:
-                return False
-            group.forget(each.index)
-            with contextlib.suppress(OSError):  # The next start of the worker makes its own.
-                self._files.report(number, each.index).rename(self._files.earlier_report(number, each.index))
-            pause = None if chief_is_done else lost.lose(each.index, time.time(), failure.place, told[1])
-            self._tell_lost(failure, pause, chief_is_done=chief_is_done)
-        for worker in [] if chief_is_done else lost.due(time.time()):
-            group.start_again(worker)
-        return bool(group.running) and not self._stuck(group, number)
-
-    def _end_late_joiners(self, group: WorkerGroup, number: int, lost: LostWorkers) -> None:
-        """Ends workers that have started again alone, but did not join before worker 0 was done."""
-        if any(each.index == 0 and each.returncode == 0 for each in group.exits):
-            told = self._files.members(number)
-            for worker in lost.outside(told[1]) if told else []:
-                if worker in group.pids:
-                    os.kill(group.pids[worker], signal.SIGKILL)
-
-    def _tell_lost(self, failure: Failure, pause: float | None, *, chief_is_done: bool) -> None:
-        logging.error("%s; the others go on without it", failure.describe())
-        if chief_is_done:
-            logging.warning("worker 0 is done, so worker %d does not start again", failure.worker)
-        elif pause is None:
-            logging.error("worker %d has no restarts left; the job goes on without it", failure.worker)
-        else:
-            logging.info("starting worker %d again%s", failure.worker, f" in {pause:g} s" if pause else "")
 
     def _with_cache_lock(self, failure: Failure, number: int, start: float) -> Failure:
         """Removes lock files of data caches that killed workers left. Names any other lock and the remedy."""
@@ -559,10 +534,18 @@ class Supervisor:
         is_same = before is not None and before.place == failure.place
         return ". A restart read the same data again and failed again." if is_same else ""
 
-    def _write_attempts(self, outcome: str, exit_code: int | None, running: Mapping[str, Any] | None = None) -> None:
-        """Writes `run.json`, with all attempts; `running` describes the one that begins."""
+    def _write_attempts(
+        self,
+        outcome: str,
+        exit_code: int | None,
+        running: Mapping[str, Any] | None = None,
+        absences: Sequence[Absence] = (),
+    ) -> None:
+        """Writes `run.json`, with all attempts; `running` describes the one that runs, with its `absences`."""
         attempts = [dataclasses.asdict(attempt) for attempt in self._attempts]
-        attempts += [{**running, "outcome": "running"}] if running else []
+        if running:
+            told = [dataclasses.asdict(absence) for absence in absences]
+            attempts.append({**running, "outcome": "running", "absences": told})
         try:
             text = json.dumps({"outcome": outcome, "run_exit_code": exit_code, "attempts": attempts}, indent=1)
             write_whole(self._files.outcome, text)
