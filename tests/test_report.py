@@ -18,6 +18,8 @@ from tfdist.events.phase_names import OWN_LOOP
 from tfdist.events.time_record import BEGINNING, TIMED_PHASES, SignOfLife, TimeRecordFile, read_time_record
 from tfdist.launch import cli
 from tfdist.report.missing_workers import WAITS, elsewhere, held_up, last_exchange, last_position, missed_exchanges
+from tfdist.report.recorded_run import read_run
+from tfdist.report.report_page import page_of
 
 SECOND = 10**9
 
@@ -356,6 +358,29 @@ def test_the_input_of_a_loop_of_the_users_own_has_a_step_only_if_backups_tell_it
     reads = dataclasses.replace(read_time_record(path), phase="input", seconds=spent)
     TimeRecordFile(path).write(reads)
     assert f"its times end in input{', in step 41' if steps else ''} [" in reported()[1]
+
+
+def test_the_report_names_workers_that_were_lost_and_started_again_alone(tmp_path, reported):
+    absence = {"worker": 2, "host": "host-b", "time": BEGUN + 9, "reasons": ["worker 2 was killed by SIGKILL"]}
+    absence |= {"starts": [BEGUN + 9], "has_joined": True, "missed_steps": 40}
+    tries = {**absence, "worker": 1, "time": BEGUN + 5, "has_joined": False, "missed_steps": 1}
+    tries |= {"reasons": ["worker 1 raised OSError: no route", *["worker 1 was killed by SIGKILL"] * 2], "starts": []}
+    never = {**tries, "starts": [BEGUN + 6, BEGUN + 7]}
+    for number in range(2):
+        (tmp_path / f"attempt-{number}").mkdir()
+    entries = [{"number": n, "time": BEGUN, "outcome": "done"} for n in range(2)]
+    entries[0]["absences"], entries[1]["absences"] = [absence, tries], [never]
+    (tmp_path / "run.json").write_text(json.dumps({"outcome": "done", "run_exit_code": 0, "attempts": entries}))
+    out, page = reported()[1], page_of(read_run(tmp_path), BEGUN + 60)
+    again = "started again alone once, has joined again; the weights lack 40 steps of it"
+    failed = "failed 2 times while it started, has not joined again; the weights lack 1 step of it"
+    place = out.index(f"  worker 1 raised OSError: no route; not started again, {failed} [")
+    assert (
+        place
+        < out.index(f"  worker 2 was killed by SIGKILL; {again} [")
+        < out.index(f"; started again alone 2 times, {failed} [")
+    )
+    assert again in page and failed in page and "No failure is recorded" not in page
 
 
 @pytest.mark.parametrize("stale", ["run.json", "failure.json"])

@@ -13,6 +13,7 @@ from tfdist.failure_kinds import user_call
 from tfdist.launch.first_failure import FROM_PEER, Failure, reason_in
 from tfdist.launch.run_summary import named
 from tfdist.readable_numbers import clock, counted, duration
+from tfdist.report.absent_workers import absences_of, lines_of_absences
 from tfdist.report.missing_workers import (
     LastExchange,
     LastPosition,
@@ -41,6 +42,7 @@ class AttemptText:
     Attributes:
       title: Its number, size, duration, newest backup and outcome.
       failure: Its first failure; `None` without one.
+      absent: Lines about workers without which the attempt went on.
       missing: Lines that name workers missing from exchanges.
       positions: Lines with the last position of each worker that had a reason to write one, and its stacks.
       slow: Lines that name slow workers and links.
@@ -48,6 +50,7 @@ class AttemptText:
 
     title: str
     failure: Failure | None
+    absent: Sequence[str]
     missing: Sequence[str]
     positions: Sequence[str]
     slow: Sequence[str]
@@ -89,7 +92,8 @@ def text_of(
         if events is not None:
             positions += [f"  {line}" for line in (_all_calls(events) if stacks else _user_calls(events))]
     missing = list(_missing(present, range(count), failure))
-    return AttemptText(_title(number, attempts, count), failure, missing, positions, list(_slow(stragglers)))
+    absent = list(lines_of_absences(absences_of(attempts)))
+    return AttemptText(_title(number, attempts, count), failure, absent, missing, positions, list(_slow(stragglers)))
 
 
 def _title(number: int, attempts: Sequence[Mapping[str, Any]], count: int) -> str:

@@ -129,4 +129,4 @@ def _lines(text: AttemptText) -> Iterator[str]:
     yield text.title
     if text.failure is not None:
         yield f"  first failure: {line_of(text.failure)}"
-    yield from (f"  {line}" for line in (*text.missing, *text.positions, *text.slow))
+    yield from (f"  {line}" for line in (*text.absent, *text.missing, *text.positions, *text.slow))

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tfdist.launch.run_summary import details_of
 from tfdist.package_version import version_of
 from tfdist.readable_numbers import clock, counted, duration
+from tfdist.report.absent_workers import absences_of, lines_of_absences
 from tfdist.report.attempt_text import AttemptText, text_of
 from tfdist.report.html_markup import Child, Markup, element, joined, paragraph, table
 from tfdist.report.recorded_failure import cause_of
-from tfdist.report.recorded_run import DAMAGED, RecordedRun, read_all_telemetry
+from tfdist.report.recorded_run import DAMAGED, RecordedRun, attempt_in, read_all_telemetry
 from tfdist.report.report_charts import INSTALL, Chart, can_draw, drawn
 from tfdist.report.report_curves import loss_chart, shares_chart, throughput_chart, traffic_chart
 from tfdist.report.report_figures import AttemptFigures, RunFigures, figures_of
@@ -147,12 +148,24 @@ def _lost(attempt: AttemptFigures) -> str:
 
 def _failures(figures: RunFigures) -> Iterator[Child]:
     failed = [each for each in figures.attempts if each.failure is not None]
-    if not failed:
+    absent = [line for each in figures.attempts for line in _absent(each, figures)]
+    if not failed and not absent:
         yield element("p", "No failure is recorded.")
+    if absent:
+        yield paragraph("The job went on without these workers:")
+        yield _list(absent[:_MOST_FAILURES])
+    if len(absent) > _MOST_FAILURES:
+        yield paragraph(f"And {len(absent) - _MOST_FAILURES} more; `tfdist report --no-html` prints all.")
     for attempt in failed[:_MOST_FAILURES]:
         yield _guarded(functools.partial(_failure, attempt, figures))
     if len(failed) > _MOST_FAILURES:
         yield paragraph(f"And {len(failed) - _MOST_FAILURES} more; `tfdist report --no-html` prints all.")
+
+
+def _absent(attempt: AttemptFigures, figures: RunFigures) -> Iterator[str]:
+    """Yields lines about workers that were lost while the attempt went on."""
+    entries = [entry for each in figures.recorded.summaries if (entry := attempt_in(each, attempt.number))]
+    yield from lines_of_absences(absences_of(entries))
 
 
 def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
