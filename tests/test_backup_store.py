@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from absl import logging
 
-from launched import SCRIPTS
+from launched import SCRIPTS, eventually
 from tfdist.backup import backup_cleanup
 from tfdist.backup.commit_store import LOCK, MANIFEST, CommitStore, Draft, _digest
 from tfdist.backup.storage import LocalFiles
@@ -381,17 +381,24 @@ def test_an_incomplete_draft_is_no_commit(two):
     assert found(two) == 12
 
 
-def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp_path):
-    command = [sys.executable, SCRIPTS / "hold_backup.py", tmp_path, "20"]
+def holding(directory):
+    """Returns a process that holds the lock of a directory, and that has a child process, until both are killed."""
+    command = [sys.executable, SCRIPTS / "hold_backup.py", directory, "600"]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert holder.stdout.readline() == b"held\n"
+    return holder
+
+
+def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp_path):
+    holder = holding(tmp_path)
     try:
-        assert holder.stdout.readline() == b"held\n"
         with pytest.raises(BackupError, match=f"process {holder.pid} on .* is using"):
             CommitStore(str(tmp_path)).claim(wait_seconds=0.3)
         holder.kill()
-        start = time.monotonic()
-        with owned(tmp_path):
-            assert time.monotonic() - start < DEADLINE_SECONDS / 10
+        holder.wait()
+        store = CommitStore(str(tmp_path))
+        store.claim(wait_seconds=0, other_host_seconds=0)
+        store.release()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.communicate(timeout=DEADLINE_SECONDS)
@@ -402,17 +409,16 @@ def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp
 def test_a_holder_on_another_host_is_waited_for_longer(who, tmp_path, warnings):
     # In the second case, a container has the same host name, and process numbers may be equal too.
     elsewhere = "process 7 on elsewhere" if who == "another" else f"process {os.getpid()} on {socket.gethostname()}"
-    command = [sys.executable, SCRIPTS / "hold_backup.py", tmp_path, "20"]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    holder = holding(tmp_path)
     try:
-        assert holder.stdout.readline() == b"held\n"
         (tmp_path / LOCK).write_text(elsewhere)
         with pytest.raises(BackupError, match=f"{elsewhere} is using .* has failed.* remove {tmp_path / LOCK}"):
             CommitStore(str(tmp_path)).claim(wait_seconds=0.1, other_host_seconds=0.3)
         assert "waiting up to 0 s" in warnings[0]
-        end = threading.Timer(0.5, holder.kill)
+        end = threading.Thread(target=lambda: eventually(lambda: len(warnings) == 2) and holder.kill())
         end.start()
         CommitStore(str(tmp_path)).claim(wait_seconds=0.1)
+        end.join()
         assert len(warnings) == 2 and "waiting up to 120 s" in warnings[1]
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
