@@ -9,6 +9,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import tfdist
+from backup_checks import await_save
 from keras_features import start_anew
 from tfdist.adaptive.noise_scale import NoiseSample, NoiseScale
 
@@ -76,6 +77,7 @@ def train(placement, every, folder=None, stop_after=None, epochs=4, optimizer=No
     history = {}
     with contextlib.suppress(BrokenOffError):
         history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks, **fit).history
+    await_save()  # Otherwise a copy of the folder lacks the newest commit, or fails at a file that is moved meanwhile.
     weights = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
     return {
         "sizes": sizes,

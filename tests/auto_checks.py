@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
+from backup_checks import await_save
 from compressed_checks import BATCH, FEW, MODES, build, data
 from keras_features import outcome, small_weights_too, strategy_of
 from tfdist.backup import between_fits
@@ -114,6 +115,7 @@ def backed_up(placement, folder):
             with contextlib.suppress(InterruptedError):
                 model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0, shuffle=False, callbacks=callbacks)
         if stop:
+            await_save()  # Otherwise the next `fit` removes the files that a save is still writing.
             between_fits.processes.pop(os.path.realpath(folder)).store.release()  # As in another process.
         noted.append(choices.noted)
     return noted

@@ -319,7 +319,7 @@ def broken_off_in_the_second_fit(directory, **options):
     """As `broken_off_and_unbroken`, but with two fits, and the restart behaves as in a new process."""
     options = {"fits": 2, "epochs": 1, "save_freq": 4, **options}
     assert train("plain", directory, break_off=STEPS + 5, **options) is None
-    _await_save()
+    await_save()
     between_fits.processes.pop(os.path.realpath(directory)).store.release()
     resumed = train("plain", directory, **options)
     return resumed, unbroken("plain", **options)
@@ -343,7 +343,7 @@ def skipped_in_later_starts(directory, breaks, **options):
             broken = BreakOff(break_off, kills=False)
             model.fit(*data(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[*backup, count, broken])
         except BrokenOffError:
-            _await_save()
+            await_save()
             between_fits.processes.pop(os.path.realpath(directory)).store.release()
         return len(trained), model.get_weights()
 
@@ -406,7 +406,7 @@ def fewer_batches(directory):
     from tfdist.errors import BackupError
 
     train("plain", directory, save_freq=5, break_off=6)
-    _await_save()
+    await_save()
     before, said = _tree(directory), []
     for in_a_list_of_ones_own in (False, True):  # a user's own CallbackList is not told the number of batches
         model = build(None)
@@ -438,7 +438,7 @@ def other_data(directory):
 
     with contextlib.suppress(BrokenOffError):
         trains(0, BreakOff(3, kills=False))
-    _await_save()
+    await_save()
     before = _tree(directory)
     return *trains(1), before == _tree(directory)
 
@@ -455,10 +455,10 @@ def full_disk(directory):
         def on_train_batch_begin(self, batch, logs=None):
             step = keras.ops.convert_to_numpy(self.model.optimizer.iterations)
             if step == 7:
-                _await_save()
+                await_save()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
             if step == 11:
-                _await_save()
+                await_save()
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
                 kept.append(_steps(directory))
 
@@ -469,7 +469,8 @@ def full_disk(directory):
     return kept[0], _steps(directory)
 
 
-def _await_save():
+def await_save():
+    """Waits until the threads of this process that write backups have ended."""
     for thread in threading.enumerate():
         if thread.name == "tfdist-backup":
             thread.join()
@@ -567,5 +568,5 @@ def resumed_without_local_steps(directory, synchronization, arguments):
     backup = BackupAndRestore(directory, save_freq=4)
     local = tfdist.MirroredStrategy(synchronization=synchronization)
     first = train_on(local, backup, BreakOff(5, kills=False))
-    _await_save()
+    await_save()
     return first, train_on(tfdist.MirroredStrategy(**arguments), BackupAndRestore(directory, save_freq=4))
