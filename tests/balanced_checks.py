@@ -231,7 +231,8 @@ def let_go(placement):
     ]
     last, data = distributed(strategy, arrays())
     model.fit(data, verbose=0)
-    gc.collect()
+    # A thread that reads ahead may hold them until it has noticed the end of its iterator.
+    wait_until(lambda: gc.collect() >= 0 and all(reference() is None for reference in made))
     gc.unfreeze()
     alive = [reference() is not None for reference in made]
     return alive, [sharding for sharding in strategy.shardings if sharding not in before] == [last]
@@ -351,7 +352,8 @@ def slowed(placement, by_callback=False):
     """Returns the rows of each step when worker 1 has a slow layer or a slow callback."""
     strategy = strategy_of(placement)
     keras.utils.set_random_seed(1)
-    slow = Slow(own_index() if by_callback else 1, 0.006)
+    # Much slower than the other worker, also if that one has to wait for a busy processor in each step.
+    slow = Slow(own_index(), 0.006) if by_callback else Slow(1, 0.02)
     pause = 0.08 if by_callback and own_index() == 1 else 0
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(pause))
     with strategy.scope():

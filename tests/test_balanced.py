@@ -24,7 +24,7 @@ from test_keras_features import assert_same
 from tfdist.data import BalancedSharding, reading
 
 STEPS = 9  # in an epoch
-DEADLINE_SECONDS = 20
+DEADLINE_SECONDS = 60
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
 BY_DEFAULT = {
     "2x1": ["batch_normalization"],

@@ -14,7 +14,7 @@ from tfdist.data.topology import ReplicaTopology
 from tfdist.errors import PositionError
 
 LEAD = 4
-DEADLINE_SECONDS = 20
+DEADLINE_SECONDS = 60
 
 
 def plan_of(n, size, seed, drop_remainder=False):
