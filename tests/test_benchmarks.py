@@ -443,7 +443,7 @@ def test_failed_group_gives_its_reason_in_one_line_and_ends():
     hosts = [turns.Loopback()] * 2
     with Group(hosts, free_ports(2), "no_such_peer", {}) as group:
         with pytest.raises(GroupError, match="no_such_peer") as caught:
-            group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=60)
+            group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=RUN_SECONDS)
     assert "\n" not in str(caught.value)
 
 
@@ -451,7 +451,7 @@ def test_other_packages_precede_the_installed_ones(tmp_path):
     (tmp_path / "keras.py").write_text("raise RuntimeError('another Keras')")
     with Group([turns.Loopback()], free_ports(1), "keras_fit", {}, str(tmp_path)) as group:
         with pytest.raises(GroupError, match="another Keras"):
-            group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=60)
+            group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=RUN_SECONDS)
 
 
 def test_late_group_is_ended_and_leaves_no_files(tmp_path, monkeypatch):
@@ -537,7 +537,9 @@ def test_short_run_in_the_lab_reports_all_and_leaves_nothing(variants, tmp_path)
         assert row.link_bits_per_second == pytest.approx(200e6, rel=0.1)
         # A step must send at least the embedding rows of its batch, to one other worker.
         assert row.bytes_per_step > 4 * models.ITEM_WIDTH * models.ITEMS_PER_ROW * models.MODELS["embedding"].batch_size
-        assert row.compute_seconds > 0 and row.over_floor > 0.5
+        # The floor of a step is also that of its computation, whose time depends on what else this machine does.
+        transfer = report.floor(0.0, row.bytes_per_step, row.link_bits_per_second)
+        assert row.compute_seconds > 0 and row.over_floor > 0 and row.step_seconds[1] > 0.5 * transfer
     assert list(tmp_path.iterdir()) == [path]
     assert not children_left()
 
