@@ -403,11 +403,11 @@ def test_states_are_freed_with_their_model(placement, pools):
     ],
 )
 def test_waiting_for_gradients_counts_as_exchange_not_as_coding(placement, codec, kind, pools):
-    results = pools(placement).run(checks.traffic_with_a_late_replica, placement, codec, kind, 0.2)
+    results = pools(placement).run(checks.traffic_with_a_late_replica, placement, codec, kind, 0.5)
     (early, delay), *_ = results
 
     assert early.steps == 3
-    assert early.exchange_seconds > delay
+    assert early.exchange_seconds > delay / 2  # On a busy machine, the early replica is also late at times.
     for traffic, _ in results:
         assert 0 < traffic.encode_seconds < early.exchange_seconds
         assert traffic.exchange_seconds > 0
