@@ -61,12 +61,14 @@ def test_a_signal_is_answered_while_native_code_runs():
 def test_a_handler_of_the_program_stays():
     for order in ("early", "late"):
         body = f"""
-            mine = lambda *_: print("mine", flush=True)
+            mine = lambda *_: (print("mine", flush=True), came.set())
+            came = threading.Event()
             if {order == "early"}: signal.signal(signal.SIGUSR2, mine)
             assert call_when_asked(told) == {order == "late"}
             signal.signal(signal.SIGUSR2, mine)
             print("ready")
-            time.sleep(0.5)
+            came.wait(30)
+            time.sleep(0.5)  # for `told`, if it were called too
         """
         assert asked(body) == (0, "mine\n")
 
