@@ -164,7 +164,9 @@ class Reports:
 
 class Strategy:
     reports = Reports()
-    fault_tolerance = FaultTolerance(preemption_timeout_seconds=3, preemption_signals=(signal.SIGTERM, signal.SIGUSR1))
+    fault_tolerance = FaultTolerance(
+        preemption_timeout_seconds=SAVE_SECONDS, preemption_signals=(signal.SIGTERM, signal.SIGUSR1)
+    )
 
 def earlier(signum, frame):
     print("earlier", signum, flush=True)
@@ -175,9 +177,9 @@ preemption.install(Strategy())
 """
 
 
-def preempted(body, signum=signal.SIGTERM):
+def preempted(body, signum=signal.SIGTERM, save_seconds=DEADLINE_SECONDS):
     """Sends a signal to a program that prints "ready". Returns exit code, output and seconds since the signal."""
-    command = [sys.executable, "-u", "-c", PREEMPTION + textwrap.dedent(body)]
+    command = [sys.executable, "-u", "-c", f"SAVE_SECONDS = {save_seconds}{PREEMPTION}{textwrap.dedent(body)}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             before = ""
@@ -203,7 +205,8 @@ def test_a_signal_requests_a_save_even_while_native_code_runs():
         libc.pthread_mutex_lock(lock)
         print("ready")
         libc.pthread_mutex_lock(lock)  # for ever, and no signal breaks in
-        """
+        """,
+        save_seconds=3,
     )
     assert code == PREEMPTED and "asked" in output and "No save within" in output
     assert f"earlier {int(signal.SIGTERM)}" in output
@@ -215,6 +218,7 @@ def test_after_the_save_the_process_runs_exit_handlers_and_exits_with_75(signum)
     code, output, _ = preempted(
         """
         import atexit
+        preemption._LEAVE_SECONDS = 60
         atexit.register(print, "atexit", flush=True)
         print("ready")
         was_asked.wait(30)
@@ -277,7 +281,11 @@ def test_a_second_ctrl_c_ends_at_once():
     ("before", "expected"),
     [
         ("preemption.uninstall()", -signal.SIGINT),
-        ("preemption.uninstall(); preemption.install(Strategy(), is_under_way=lambda: False)", -signal.SIGINT),
+        (
+            "preemption.uninstall(); preemption._MAIN_SECONDS = 60; "
+            "preemption.install(Strategy(), is_under_way=lambda: False)",
+            -signal.SIGINT,
+        ),
         ("preemption.uninstall(); sys.ps1 = '>>> '; preemption.install(Strategy())", -signal.SIGINT),
         (
             "preemption.uninstall(); signal.signal(signal.SIGINT, lambda *_: sys.exit(4)); "
@@ -407,6 +415,8 @@ def test_a_signal_after_an_interrupted_training_reaches_the_earlier_handler(is_u
     code, output, _ = preempted(
         f"""
         preemption.uninstall()
+        if not {is_under_way}:
+            preemption._MAIN_SECONDS = 60  # On a busy machine, the main thread may notice the signal late.
         preemption.install(Strategy(), is_under_way=lambda: {is_under_way})
         print("ready")
         was_asked.wait(30)
@@ -520,14 +530,20 @@ def test_a_strategy_that_is_made_too_late_is_refused_before_the_rendezvous(job):
 def test_a_missing_worker_is_logged_during_the_wait(job):
     job.start(
         """
-        import os
+        import os, pathlib, time, types
         from tfdist.cluster import ClusterSpec
         from tfdist.faults import rendezvous
-        rendezvous.meet(ClusterSpec.from_env(), 7)
+        late = pathlib.Path(os.environ["HERE"], "late")
+        clock = lambda: time.monotonic() + 1000 * late.exists()
+        rendezvous.time = types.SimpleNamespace(monotonic=clock, sleep=time.sleep)
+        rendezvous.meet(ClusterSpec.from_env(), 999)
         """,
         workers=3,
         which=[0, 1],
     )
+    for index in (0, 1):
+        job.wait_for(index, "2 of 3 workers have joined")
+    (job.directory / "late").touch()
     assert job.wait() == [1, 1]
     for index in (0, 1):
         *waiting, error = job.output(index).splitlines()
@@ -653,7 +669,7 @@ def test_an_unknown_transport_is_refused():
     ],
 )
 def test_a_frozen_chief_is_named_and_ends_its_peer(trains, job):
-    job.train(trains, TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
+    job.train(trains, TFDIST_HEARTBEAT_TIMEOUT_SECONDS="10")
     tfdist.testing.faults.freeze(job.processes[0].pid)
     assert job.processes[1].wait(DEADLINE_SECONDS / 3) == 1
     assert re.search(r"worker 0 at 127\.0\.0\.1:\d+ has not answered for .* is frozen", job.output(1)), job.output(1)
@@ -1025,7 +1041,7 @@ def test_a_worker_that_is_done_exits_with_1_if_a_peer_fails(failing, how, job):
         def main():
             strategy = tfdist.MultiWorkerMirroredStrategy()
             if strategy.extended._id_in_cluster == {failing}:
-                strategy.extended.board.hear("done", {1 - failing}, 30)
+                strategy.extended.board.hear("done", {1 - failing}, {DEADLINE_SECONDS})
                 {how}
 
         main()
