@@ -323,7 +323,7 @@ def test_a_thread_that_hangs_in_a_write_does_not_keep_the_signs_of_life_back(tim
     with times._lock:
         thread = threading.Thread(target=times.show_life, args=(EXCHANGE, 7))
         thread.start()
-        thread.join(5)
+        thread.join(60)
     sign = read_time_record(times.path).sign
     assert (sign.phase, sign.step) == (EXCHANGE, 7)
 
@@ -360,11 +360,11 @@ def test_a_change_of_the_phase_costs_microseconds_and_nothing_if_off(tmp_path):
     times.begin(tmp_path / "times-0.bin")
     best = 1.0
     for _ in range(5):
-        since = time.perf_counter()
+        since = time.thread_time()  # Other processes do not count.
         for _ in range(100):
             times.switch(COMPUTE)
             times.switch(CALLBACK)
-        best = min(best, (time.perf_counter() - since) / 200)
+        best = min(best, (time.thread_time() - since) / 200)
     assert best < 100e-6
 
 
