@@ -89,12 +89,15 @@ def nothing_left(directory):
 def beside_progress(text, *printed):
     """Returns the lines of a run's output other than Keras' progress and lines that start with `printed`.
 
-    Also leaves out the lines of workers that wait for others to start, since this takes long on a busy machine.
+    Also leaves out what workers say on a busy machine: that they wait for others, and that a worker is slow.
     """
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\x08", "", text)
     lines = [line.strip() for line in plain.splitlines()]
-    progress = re.compile(r"Epoch \d+/\d+$|.*\d[mu]?s/(?:step|epoch)\b|.* workers have joined; waiting ")
-    return [line for line in lines if line and not progress.match(line) and not line.startswith(printed)]
+    progress = re.compile(r"Epoch \d+/\d+$|.*\d[mu]?s/(?:step|epoch)\b")
+    late = r"workers have joined; waiting |is done, and waits up to |Waiting for .*, which prepares |No progress for "
+    busy = re.compile(rf".*(?:{late}|Slow training: |No longer slow: )")
+    beside = [line for line in lines if line and not progress.match(line) and not busy.match(line)]
+    return [line for line in beside if not line.startswith(printed)]
 
 
 def first_of_free_ports(n):
