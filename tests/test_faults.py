@@ -397,6 +397,23 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(signum, expected):
     assert code == expected and "went on" not in output
 
 
+def test_a_signal_that_the_thread_has_not_read_at_the_end_is_not_lost():
+    code, output, _ = preempted(
+        """
+        import types
+        preemption.uninstall()
+        late = lambda file, size: (os.read(file, size), time.sleep(100))[0]  # as on a busy machine
+        preemption.os = types.SimpleNamespace(**{**vars(os), "read": late})
+        preemption.install(Strategy())
+        print("ready")
+        while preemption._installed._noticed is None: time.sleep(0.01)
+        preemption.uninstall()
+        print("went on")
+        """
+    )
+    assert code == 3 and "earlier" in output and "went on" not in output
+
+
 def test_an_inner_training_leaves_the_signals_to_the_outer_one():
     code, output, _ = preempted(
         """

@@ -177,6 +177,7 @@ class _Preemption:
         self._watches: list[Watch] = []
         self._timer: threading.Timer | None = None
         self._signum: int | None = None
+        self._noticed: int | None = None  # By the main thread. The other thread may notice a signal later.
         self._asked_time = 0.0
         self._is_asked = self._is_answered = False
         self._closing = threading.Event()
@@ -224,8 +225,9 @@ class _Preemption:
         while self._watches:
             self.unwatch(None)
         self._stop_clock()
-        if self._signum is not None and not self._is_answered:
-            signal.raise_signal(self._signum)
+        signum = self._signum if self._signum is not None else self._noticed
+        if signum is not None and not self._is_answered:
+            signal.raise_signal(signum)
 
     def saved(self) -> None:
         self._is_answered = True
@@ -248,6 +250,7 @@ class _Preemption:
     def _on_main(self, signum: int, frame: Any) -> None:
         """The signal handler: if no training is under way, restores the earlier handlers, which then get the signal."""
         del frame
+        self._noticed = signum
         if self._watches and not self._is_answered and not any(watch.is_under_way() for watch in self._watches):
             _close()
 
