@@ -11,7 +11,7 @@ from tfdist.testing import run_workers
 
 @pytest.fixture(scope="module")
 def results():
-    return run_workers(checks.trained_with_and_without_groups, 4, args=(2,))
+    return run_workers(checks.trained_with_and_without_groups, 4, args=(2,), timeout_seconds=400)
 
 
 def test_groups_train_alike_on_all_workers_and_in_each_run(results):
