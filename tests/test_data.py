@@ -15,7 +15,7 @@ import pytest
 import tfdist
 from tfdist.data import loading
 
-DEADLINE_SECONDS = 300
+DEADLINE_SECONDS = 600
 
 # Three processes that load a dataset. They are forked, since its import takes seconds; the first never ends to prepare.
 LOADERS = """
@@ -37,7 +37,7 @@ def loader(number):
         os.dup2(output, 2)
         if number == 0:
             tfdist.data.Digits._generate_examples = stall
-        print(sum(1 for _ in load("digits", "train", folder / "data", timeout_seconds=250)), "rows", flush=True)
+        print(sum(1 for _ in load("digits", "train", folder / "data", timeout_seconds=500)), "rows", flush=True)
         code = 0
     finally:
         os._exit(code)
