@@ -27,7 +27,7 @@ from benchmarks.peers.messages import Answer, Trials  # noqa: E402
 from launched import eventually  # noqa: E402
 from tfdist.cluster import free_ports  # noqa: E402
 
-RUN_SECONDS = 300
+RUN_SECONDS = 600
 MARK = "TFDIST_TEST_RUN"  # environment variable that marks the processes of a run
 TIMED = report.Row("mlp", 2, "1gbit", "stock", 1e9, None, (0.3, 0.4, 0.5), 0.1, 25e6, (0.4, 0.38), (0.4, 0.38))
 FAILED = report.Row("mlp", 2, "1gbit", "ddp", 1e9, "ImportError: a | b")
