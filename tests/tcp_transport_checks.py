@@ -8,14 +8,16 @@ import threading
 import time
 import traceback
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
 
 from tfdist._compat import tf_internals
 from tfdist.network.tls import Tls, TlsFiles
 from tfdist.strategies.collectives import peer_exchange, pending_exchange, received_bytes
-from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
+from tfdist.strategies.collectives.collective_launcher import _FIRST_INSTANCE_KEY, CollectiveLauncher
 from tfdist.strategies.collectives.message_arrival import HEADER
+from tfdist.strategies.collectives.ordered_sums import sum_in_order
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.collectives.pending_exchange import ExchangeForm
 from tfdist.strategies.collectives.tcp_transport import TcpTransport
@@ -315,31 +317,94 @@ def an_exchange_after_a_failure_raises_at_once(workers):
     assert "worker 1 at b:1 is gone" in workers.ended[0], workers.ended
 
 
-@scenario
-def workers_outside_of_a_group_take_no_part(workers):
-    del workers
-    everyone, group, names = range(4), [0, 2, 3], [f"worker {i} at x:1" for i in range(4)]
-    ends = {each: {} for each in everyone}
-    for one, other in itertools.combinations(everyone, 2):
+def connected(count):
+    """Connects workers to each other. Returns the ends of each worker's connections, by peer, and all names."""
+    ends = [{} for _ in range(count)]
+    for one, other in itertools.combinations(range(count), 2):
         ends[one][other], ends[other][one] = socket.socketpair()
-    exchanges = [PeerExchange(worker, ends[worker], names) for worker in everyone]
-    launchers = [CollectiveLauncher(88, 3, CollectiveKeys(), "/device:CPU:0", OPTIONS) for _ in group]
-    steps = [
-        sums(TcpTransport(launcher, True, exchanges[worker], group))
-        for launcher, worker in zip(launchers, group, strict=True)
-    ]
-    totals = {}
+    return ends, [f"worker {i} at x:1" for i in range(count)]
+
+
+def summing(exchanges, ranks, group=None):
+    """Returns a step for each exchange, which sums tensors over the workers of a group."""
+    launchers = [CollectiveLauncher(88, ranks, CollectiveKeys(), "/device:CPU:0", OPTIONS) for _ in exchanges]
+    pairs = zip(launchers, exchanges, strict=True)
+    return [sums(TcpTransport(launcher, True, exchange, group)) for launcher, exchange in pairs]
+
+
+def run_at_once(steps, tensors):
+    """Runs steps at once, each with its tensors. Returns the totals of each step, or its error."""
+    ended = [None] * len(steps)
 
     def run(place):
-        given = [tf.range(size, dtype=tf.float32) * (place + 1) for size in (3, 60_001)]  # Whole, and in parts.
-        totals[place] = [total.numpy().tolist() for total in steps[place](*given)]
+        try:
+            ended[place] = [total.numpy() for total in steps[place](*tensors[place])]
+        except tf.errors.OpError as error:
+            ended[place] = f"{type(error).__name__} {error.message}"
 
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(3)]
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(steps))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert totals[0] == totals[1] == totals[2] == [[6.0 * i for i in range(size)] for size in (3, 60_001)]
+    return ended
+
+
+def random_tensor(worker, size, dtype):
+    draws = np.random.default_rng([worker, size])
+    if dtype.is_integer:
+        return tf.constant(draws.integers(dtype.min, dtype.max, size, dtype.as_numpy_dtype))
+    return tf.cast(draws.normal(size=size) * 10.0 ** draws.integers(-3, 4, size), dtype)
+
+
+@scenario
+def sums_over_own_connections_have_the_bits_of_sums_in_a_graph(workers):
+    del workers
+    ends, names = connected(3)
+    steps = summing([PeerExchange(worker, ends[worker], names) for worker in range(3)], 3)
+    dtypes = tf.float32, tf.float64, tf.int32, tf.int64, tf.float16, tf.bfloat16
+    kinds = [(size, dtype) for dtype in dtypes for size in (0, 1, 3, 70_001, 300_000)]  # Whole, and in parts.
+    given = [[random_tensor(worker, *kind) for kind in kinds] for worker in range(3)]
+    expected = [sum_in_order(tf.stack(own)).numpy().tobytes() for own in zip(*given, strict=True)]
+    for _ in range(2):
+        for totals in run_at_once(steps, given):
+            assert not isinstance(totals, str), totals
+            assert [total.tobytes() for total in totals] == expected
+
+
+@scenario
+def a_worker_that_is_lost_between_the_halves_of_a_sum_is_named(workers):
+    del workers
+    ends, names = connected(3)
+    exchanges = [PeerExchange(worker, ends[worker], names) for worker in range(2)]
+    steps = summing(exchanges, 3)
+    size = 400_000
+    first_key = _FIRST_INSTANCE_KEY + 1
+    for peer in range(2):  # Worker 2 sends its rows of the first half, and no sum.
+        message = header_of(88, first_key, size, ExchangeForm.SUM_PARTS.value) + bytes(size)
+        threading.Thread(target=ends[2][peer].sendall, args=(message,), daemon=True).start()
+    closes = exchanges, ends[2], first_key + 1
+    threading.Thread(target=close_when_summed, args=closes, daemon=True).start()
+    for ended in run_at_once(steps, [[tf.ones([3 * size // 4])]] * 2):
+        assert "worker 2 at x:1 is gone" in ended, ended
+
+
+def close_when_summed(exchanges, ends, key):
+    """Closes the connections when all have joined the second half of a sum."""
+    assert eventually(lambda: all((88, key) in exchange._rounds for exchange in exchanges))
+    for end in ends.values():
+        end.shutdown(socket.SHUT_RDWR)
+
+
+@scenario
+def workers_outside_of_a_group_take_no_part(workers):
+    del workers
+    ends, names = connected(4)
+    exchanges, group = [PeerExchange(worker, ends[worker], names) for worker in range(4)], [0, 2, 3]
+    steps = summing([exchanges[worker] for worker in group], 3, group)
+    given = [[tf.range(size, dtype=tf.float32) * (place + 1) for size in (3, 60_001)] for place in range(3)]
+    for totals in run_at_once(steps, given):  # Whole, and in parts.
+        assert [total.tolist() for total in totals] == [[6.0 * i for i in range(size)] for size in (3, 60_001)]
     assert exchanges[1].carried_bytes() == 0 and exchanges[0].carried_bytes() > 0
     ends[1][0].sendall(header_of(88, 5, 8))
     assert eventually(lambda: exchanges[0]._fault) and "worker 1 at x:1 has sent" in exchanges[0]._fault

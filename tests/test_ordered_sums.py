@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies.collectives.transport import sum_in_order
+from tfdist.strategies.collectives.ordered_sums import ADDED_OUTSIDE, add_in_order, sum_in_order
 
 pytestmark = pytest.mark.unit
 
@@ -77,3 +77,18 @@ def test_rows_of_unknown_length():
     function = tf.function(sum_in_order, input_signature=[tf.TensorSpec([20, None])])
 
     np.testing.assert_array_equal(function(tf.ones([20, 7])), np.full([7], 20.0))
+
+
+@pytest.mark.parametrize("dtype", ADDED_OUTSIDE, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("count", [1, 2, 3, 15, 16, 17, 31, 256])
+def test_sums_outside_of_tensorflow_have_the_same_bits(count, dtype):
+    for size in (1, 2, 17, 4099):
+        rows = random_rows(count, size).astype(dtype.as_numpy_dtype)
+        if dtype.is_integer:  # Some sums wrap around.
+            rows = np.random.default_rng(size).integers(dtype.min, dtype.max, rows.shape, rows.dtype)
+        rows[:, -1] = -0.0
+        total = np.empty(size, rows.dtype)
+
+        add_in_order(rows, total)
+
+        assert total.tobytes() == sum_in_order(tf.constant(rows)).numpy().tobytes()

@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, part_bytes, separate
+from tfdist.strategies.collectives.ordered_sums import sum_in_order
 from tfdist.strategies.collectives.stopwatch import Stopwatch
-from tfdist.strategies.collectives.transport import Gradient, Transport, sum_in_order
+from tfdist.strategies.collectives.transport import Gradient, Transport
 from tfdist.strategies.compression import WordCodec
 
 State = tuple[tf.Tensor, ...]

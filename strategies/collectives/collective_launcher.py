@@ -113,11 +113,11 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         handle = self.untouched.handle if self._reserved is None else self._reserved[1]
         return tf.raw_ops.Reshape(tensor=handle, shape=tf.constant([], tf.int32))
 
-    def _next_instance_key(self):
+    def _next_instance_key(self, count=1):
         if self._reserved is not None:
-            return next(self._reserved[0])
+            return [next(self._reserved[0]) for _ in range(count)][-1]
         # Convert to a tensor now: a later read of the variable, as in a loop, would delay the next collective.
-        return tf.convert_to_tensor(self.count.assign_add(1))
+        return tf.convert_to_tensor(self.count.assign_add(count))
 
     def _all_gather(self, input_tensor, options):
         dtype = input_tensor.dtype
@@ -139,9 +139,12 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         lengths = self._all_gather(lengths, options)
         return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
 
-    def next_exchange(self) -> tuple[int, tf.Tensor]:
-        """Counts an exchange over own connections. Returns its group and its key."""
-        return self._group_key, self._next_instance_key()
+    def next_exchange(self, count: int = 1) -> tuple[int, tf.Tensor]:
+        """Counts `count` exchanges over own connections. Returns their group, and the key of the last one.
+
+        The others have the keys before it.
+        """
+        return self._group_key, self._next_instance_key(count)
 
     def has_timeout(self, options: Any) -> bool:
         """Whether the options ask for a `timeout_seconds`, which only TensorFlow's collectives support."""

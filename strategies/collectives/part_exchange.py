@@ -4,8 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.strategies.collectives.ordered_sums import sum_in_order
 from tfdist.strategies.collectives.replica_transports import ReplicaTransports
-from tfdist.strategies.collectives.transport import sum_in_order
 
 
 class PartExchange:

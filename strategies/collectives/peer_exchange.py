@@ -96,6 +96,21 @@ class PeerExchange:
         """Sends a tensor to the only other worker. Returns the tensor of that worker; see `all_gather`."""
         return self._call(tensor, group, key, ExchangeForm.SWAP)
 
+    def sum_whole(self, tensor: tf.Tensor, group: int, key: tf.Tensor) -> tf.Tensor:
+        """Sends a tensor to all workers. Returns the sum of all, in the order of workers; see `all_gather`.
+
+        The receiving thread adds, which takes TensorFlow no operations.
+        """
+        return self._call(tensor, group, key, ExchangeForm.SUM_WHOLE)
+
+    def sum_parts(self, tensor: tf.Tensor, group: int, key: tf.Tensor) -> tf.Tensor:
+        """Sums the tensors of all workers, of which each sums one part: [workers * n], as the result; see `all_gather`.
+
+        Each worker sends row j to worker j, and then the sum of the rows that it gets to all. The receiving thread adds
+        and begins the second exchange. The first one has the key before `key`.
+        """
+        return self._call(tensor, group, key, ExchangeForm.SUM_PARTS)
+
     def _call(self, rows, group, key, form):
         times = len(self._workers_of(group)) if form is ExchangeForm.ALL_GATHER else 1
         return self._inboxes.exchange(rows, group, key, form, times)
@@ -131,8 +146,9 @@ class PeerExchange:
         """Sends this worker's part of an exchange, returns its key. The step awaits the result in an inbox."""
         place, group, form = labels.tolist()
         inbox = self._inboxes[place]
+        first = int(key) - 1 if form == ExchangeForm.SUM_PARTS.value else int(key)
         try:
-            fault = self._join(inbox, (group, int(key)), rows, ExchangeForm(form))
+            fault = self._join(inbox, (group, first), rows, ExchangeForm(form))
         except Exception as error:  # On any error: peers must not wait for this worker.
             fault = f"{self._names[self._worker]} cannot send: {error}"
         if fault:
@@ -143,13 +159,13 @@ class PeerExchange:
     def _join(self, inbox, tag, rows, form):
         """Joins an exchange and sends this worker's part. Returns the error message if that fails, else `None`."""
         members = self._workers_of(tag[0])
-        rows = rows.reshape(len(members) if form is ExchangeForm.ALL_TO_ALL else 1, -1).view(np.uint8)
+        dtype, rows = rows.dtype, rows.reshape(len(members) if form.sends_rows else 1, -1).view(np.uint8)
         size = rows.shape[1]
         with self._lock:
             current = self._round(tag, size, form)
             gone = [self._gone[peer] for peer in sorted(current.missing) if peer in self._gone]
             fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, form, self._worker)]), None)
-            current.inbox, current.since = inbox, time.monotonic()
+            current.inbox, current.dtype, current.since = inbox, dtype, time.monotonic()
             if fault:
                 self._rounds.pop(tag)
                 self._refused = self._refused or [(tag, current)]
@@ -313,11 +329,18 @@ class PeerExchange:
             self._deliver(*self._whole.get())
 
     def _deliver(self, tag, current):
+        fault = None
         try:
-            current.deliver(tag[1])
-        except Exception as error:  # `_fail` does not know this exchange any more.
-            self._fail(f"{self._names[self._worker]} cannot receive: {error}")
-            self._tell_of_failure(current.inbox)
+            if current.form is ExchangeForm.SUM_PARTS:
+                group, key = tag
+                fault = self._join(current.inbox, (group, key + 1), current.sum(), ExchangeForm.ALL_GATHER)
+            else:
+                current.deliver(tag[1])
+        except Exception as error:
+            fault = f"{self._names[self._worker]} cannot receive: {error}"
+        if fault:
+            self._fail(fault)
+            self._tell_of_failure(current.inbox)  # `_fail` does not know this exchange any more.
 
     def _watch(self):
         while self._fault is None:

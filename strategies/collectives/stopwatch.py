@@ -84,6 +84,9 @@ class _TimedTransport:
     def sum_sent_whole(self, tensor, options):
         return self._watch.exchanged(lambda own: self._transport.sum_sent_whole(own, options), tensor)
 
+    def sum_parts(self, tensor, options):
+        return self._watch.exchanged(lambda own: self._transport.sum_parts(own, options), tensor)
+
     def all_reduce(self, tensor, options):
         return self._watch.exchanged(lambda own: self._transport.all_reduce(own, options), tensor)
 

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
+from tfdist.strategies.collectives.ordered_sums import ADDED_OUTSIDE
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.collectives.tensorflow_transport import TensorFlowTransport
 
@@ -43,10 +44,19 @@ class TcpTransport(TensorFlowTransport):
         return self._peers.all_to_all(rows, *self.launcher.next_exchange())
 
     def sum_sent_whole(self, tensor, options):
-        if self.ranks > 2 or not self._carries(tensor, options):
+        if not self._carries(tensor, options):
             return super().sum_sent_whole(tensor, options)
-        # A sum of two terms has the same bits in both orders. So neither is copied to a place beside the other.
-        return tensor + self._peers.swap(tensor, *self.launcher.next_exchange())
+        if self.ranks == 2:
+            # A sum of two terms has the same bits in both orders. So neither is copied to a place beside the other.
+            return tensor + self._peers.swap(tensor, *self.launcher.next_exchange())
+        if tensor.dtype not in ADDED_OUTSIDE:
+            return super().sum_sent_whole(tensor, options)
+        return self._peers.sum_whole(tensor, *self.launcher.next_exchange())
+
+    def sum_parts(self, tensor, options):
+        if tensor.dtype not in ADDED_OUTSIDE or not self._carries(tensor, options):
+            return super().sum_parts(tensor, options)
+        return self._peers.sum_parts(tensor, *self.launcher.next_exchange(count=2))
 
     def _carries(self, rows: tf.Tensor, options: Any) -> bool:
         return self._peers.carries(rows) and not self.launcher.has_timeout(options)

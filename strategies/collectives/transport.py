@@ -5,11 +5,11 @@ from typing import Any, Protocol, TypeAlias
 
 import tensorflow as tf
 
+from tfdist.strategies.collectives.ordered_sums import sum_in_order
+
 Gradient: TypeAlias = Any  # tf.Tensor | tf.IndexedSlices; TensorFlow ships no types for a type checker.
 
 _WHOLE_BYTES = 48 << 10  # Sent by one rank to all other ranks together.
-# On CPUs TensorFlow adds up to 15 rows one after another. From 16 on it adds some columns as four interleaved sums.
-_ROWS_IN_ORDER = 15
 
 
 class Transport(Protocol):
@@ -37,28 +37,14 @@ class Transport(Protocol):
         """Sends a tensor to all ranks. Returns the sum of the tensors of all ranks, in the order of ranks."""
         return sum_in_order(self.all_gather(tensor[None], options))
 
+    def sum_parts(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
+        """Sums the tensors of all ranks in the order of ranks, one part on each rank: `[ranks * n]`, as the result."""
+        part = sum_in_order(self.all_to_all(tf.reshape(tensor, [self.ranks, -1]), options))
+        return self.all_gather(part, options)
+
     def all_reduce(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
         """Sums the tensors of all ranks. The sum has the same bits on all ranks."""
         ...
-
-
-def sum_in_order(rows: tf.Tensor) -> tf.Tensor:
-    """Adds rows one after another, so that the bits of the sum do not depend on timing: [rows, ...] -> [...].
-
-    Takes few operations for each factor of 15 in the number of rows. More than 15 rows are added in groups of up to 15
-    consecutive rows, and then the sums of the groups.
-    """
-    if rows.shape[0] > 2 and rows.shape[1:].num_elements() == 1:  # TensorFlow adds one column in an order of its own.
-        column = tf.reshape(rows, [-1, 1])
-        return tf.reshape(sum_in_order(tf.concat([column, column], axis=1))[0], rows.shape[1:])
-    while rows.shape[0] > _ROWS_IN_ORDER:
-        groups = -(-rows.shape[0] // _ROWS_IN_ORDER)
-        padding = groups * _ROWS_IN_ORDER - rows.shape[0]
-        rows = tf.pad(rows, [[0, padding], *[[0, 0]] * (rows.shape.rank - 1)])
-        shape = tf.concat([[groups, _ROWS_IN_ORDER], tf.shape(rows)[1:]], axis=0)
-        static = [groups, _ROWS_IN_ORDER, *rows.shape[1:]]
-        rows = tf.reduce_sum(tf.ensure_shape(tf.reshape(rows, shape), static), axis=1)
-    return rows[0] + rows[1] if rows.shape[0] == 2 else tf.reduce_sum(rows, axis=0)
 
 
 def is_sent_whole(size: float, ranks: int) -> bool:
@@ -77,7 +63,7 @@ def all_reduce_in_order(transport: Transport, tensor: tf.Tensor, options: Any) -
         transport.ranks,
         lambda size: is_sent_whole(size, transport.ranks),
         lambda flat: transport.sum_sent_whole(flat, options),
-        lambda rows: transport.all_gather(sum_in_order(transport.all_to_all(rows, options)), options),
+        lambda padded: transport.sum_parts(padded, options),
     )
 
 
@@ -95,7 +81,7 @@ def sum_by_size(
       parts: Number of parts.
       is_whole: Tells from the number of bytes whether to sum the tensor whole.
       sum_whole: Sums a tensor: [elements] -> [elements].
-      sum_parts: Sums a tensor that is divided into rows and padded: [parts, n] -> [parts * n].
+      sum_parts: Sums a tensor that is padded to a multiple of `parts`: [parts * n] -> [parts * n].
     """
     flat, elements = tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1]), tensor.shape.num_elements()
     size = tf.size(flat) if elements is None else elements
@@ -103,8 +89,7 @@ def sum_by_size(
     def in_parts():
         padding = -size % parts  # 0 needs no operations, if the size is static.
         is_padded = elements is None or padding > 0
-        rows = tf.reshape(tf.pad(flat, [[0, padding]]) if is_padded else flat, [parts, -1])
-        return sum_parts(rows)[:size] if is_padded else sum_parts(rows)
+        return sum_parts(tf.pad(flat, [[0, padding]]))[:size] if is_padded else sum_parts(flat)
 
     whole = is_whole(size * tensor.dtype.size)
     if tf.is_tensor(whole):

@@ -4,7 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies.collectives.transport import Transport, is_sent_whole, sum_by_size, sum_in_order
+from tfdist.strategies.collectives.ordered_sums import sum_in_order
+from tfdist.strategies.collectives.transport import Transport, is_sent_whole, sum_by_size
 
 
 class TwoLevelTransport(Transport):
@@ -53,7 +54,8 @@ class TwoLevelTransport(Transport):
     def all_reduce(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
         """Sums the tensors of all ranks. Small ones (48 KiB to all peers together) are sent whole."""
 
-        def sum_parts(rows):
+        def sum_parts(padded):
+            rows = tf.reshape(padded, [self._within.ranks, -1])
             part = sum_in_order(self._within.all_to_all(rows, options))
             return self._within.all_gather(self._across.all_reduce(part, options), options)
 

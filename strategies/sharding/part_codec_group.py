@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.codec_group import encode, sum_encoded
+from tfdist.strategies.collectives.ordered_sums import sum_in_order
 from tfdist.strategies.collectives.stopwatch import Stopwatch
-from tfdist.strategies.collectives.transport import sum_in_order
 from tfdist.strategies.compression import WordCodec
 from tfdist.strategies.sharding.part_buckets import PartBuckets
 from tfdist.strategies.sharding.part_reducer import PartReducer
