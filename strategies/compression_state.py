@@ -160,7 +160,7 @@ class CompressionState(tf.Module):
         except ValueError:
             if made.layout.refusal is None:
                 raise
-            setattr(self, name, made)  # TensorFlow restores only once. The refusal is raised by `Layout.check`.
+            setattr(self, name, made)  # TensorFlow restores only once. `CodecStateLayout.check` raises.
         with ThreadPoolExecutor(1) as pool:  # Another thread, to run outside of the graph being traced.
             pool.submit(self._fill, made, key, name).result()
         self._known.names[key] = name

@@ -12,12 +12,10 @@ import tensorflow as tf
 from tfdist.strategies.codec_mixtures import UnitBytes
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.buckets import bucket_bytes, known_bytes
-from tfdist.strategies.collectives.codec_group import CodecGroup
-from tfdist.strategies.collectives.power_sgd_group import PowerSGDGroup
+from tfdist.strategies.collectives.codec_parts import CodecPart
 from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.compression import Codec, WordCodec
-from tfdist.strategies.sharding.part_codec_group import PartCodecGroup
 from tfdist.strategies.sharding.part_reducer import PartReducer
 from tfdist.strategies.sharding.partition import Partition
 
@@ -26,7 +24,6 @@ NO_TIME = (0.0, 0.0)  # Seconds of coding and of exchange.
 _MOST_GROUPS, _GROUP_BYTES = 3, 8 << 20
 _MOST_UNITS = 16  # Each adds some operations to the graph.
 _KEYS = 4  # Most collectives of a bucket or sparse gradient on one transport.
-Part = CodecGroup | PowerSGDGroup | PartCodecGroup
 
 
 class CodecChoice:
@@ -53,7 +50,7 @@ class CodecChoice:
     group: int
     places: list[int]
 
-    def __init__(self, codecs: Sequence[int], parts: Sequence[Part], partitions: Sequence[Any]):
+    def __init__(self, codecs: Sequence[int], parts: Sequence[CodecPart], partitions: Sequence[Any]):
         self.codecs, self.parts = list(codecs), list(parts)
         self.positions = sorted({i for part in parts for i in part.positions})
         self._partitions = {i: partitions[i] for i in self.positions}
@@ -207,7 +204,7 @@ def choices_among(
     fits: Callable[[Codec, int], bool],
     gradients: Sequence[Any],
     partitions: Sequence[Any],
-    make_part: Callable[[Codec, list[int], bool], Part],
+    make_part: Callable[[Codec, list[int], bool], CodecPart],
     collectives: Collectives,
 ) -> Choices:
     """Groups gradients for which codecs may be chosen. Leaves out codecs that save nothing because of padding.
@@ -227,7 +224,7 @@ def choices_among(
         alike = [i for i in alike if any(fits(codec, i) for codec in codecs)]
         units = []
         for positions in _units(alike, gradients):
-            found: dict[int, Part] = {}
+            found: dict[int, CodecPart] = {}
             for place, codec in enumerate(codecs):
                 own = [i for i in positions if fits(codec, i) and (isinstance(codec, WordCodec) or not is_divided)]
                 part = make_part(codec, own, is_divided) if own else None

@@ -1,10 +1,9 @@
 """Sums the gradients of one optimizer over all replicas, encoded by codecs; holds their states and traffic."""
 
 import contextlib
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,21 +14,21 @@ from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.choice_control import ChoiceControl
 from tfdist.strategies.collectives.chosen_codecs import ChosenCodecs, CodecsToChoose
 from tfdist.strategies.collectives.codec_choice import Choices, choices_among
-from tfdist.strategies.collectives.codec_group import CodecGroup
+from tfdist.strategies.collectives.codec_parts import part_of_codec, parts_by_codec
+from tfdist.strategies.collectives.codec_state_layout import CodecStateLayout
+from tfdist.strategies.collectives.finite_sums import check_if, is_finite
 from tfdist.strategies.collectives.host_device import host_of
-from tfdist.strategies.collectives.power_sgd_group import PowerSGDGroup
-from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_bytes
-from tfdist.strategies.collectives.stopwatch import Stopwatch
+from tfdist.strategies.collectives.replica_exchange import ReplicaExchange
+from tfdist.strategies.collectives.sparse import sparse_row_bytes
 from tfdist.strategies.collectives.transport import Gradient
-from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
+from tfdist.strategies.collectives.warm_up import NO_TIME, bytes_from_step, sum_from_step, sum_rows_from_step
+from tfdist.strategies.compression import Codec
 from tfdist.strategies.sharding.part_codec_group import PartCodecGroup
 from tfdist.strategies.sharding.part_reducer import PartReducer
-from tfdist.strategies.sharding.partition import Partition
 
 # Counts of a replica since the strategy was made: exchanges, bytes that would be sent uncompressed, bytes sent. If
 # workers have several devices, only bytes across the network count.
 STEPS, RAW_BYTES, SENT_BYTES = range(3)
-_NO_TIME = np.zeros([2])
 
 
 class Times:
@@ -37,48 +36,6 @@ class Times:
 
     def __init__(self):
         self.of_replicas: list[tf.Variable] = []
-
-
-class Layout(tf.train.experimental.PythonState):
-    """Saves in checkpoints which codec states an `EncodedReducer` has, and refuses checkpoints of other states.
-
-    TensorFlow would restore the variables that fit and ignore the rest, without a message.
-    """
-
-    refusal: str | None = None  # The error message for the last restored checkpoint, unless it was accepted.
-
-    def __init__(self, replicas: int, worker: int, shapes: Any):
-        self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}
-
-    def serialize(self) -> str:
-        """Returns the layout of the codec states (replicas, worker, shapes) as JSON, for the checkpoint."""
-        return json.dumps(self._own)
-
-    def deserialize(self, saved: Any) -> None:
-        """Raises a ValueError if the layout of codec states in a checkpoint differs from that in this process."""
-        there, here = json.loads(saved), json.loads(self.serialize())
-        self.refusal = None if there == here else self._refusal_of(there, here)
-        self.check()
-
-    def check(self) -> None:
-        """Raises a ValueError if the last restored checkpoint was refused, for callers that caught the first error."""
-        if self.refusal is not None:
-            raise ValueError(self.refusal)
-
-    def _refusal_of(self, there: dict[str, Any], here: dict[str, Any]) -> str:
-        unlike = [
-            f"{there[key]} {name}" if key != "worker" else f"worker {there[key]}"
-            for key, name in (("replicas", "replicas"), ("worker", ""))
-            if there[key] != here[key]
-        ]
-        return (
-            "A checkpoint of `strategy.communication` holds the residuals of each replica, so only the same worker can "
-            "restore it, with as many replicas and the same compression. This checkpoint is of "
-            f"{' and '.join(unlike) or 'other gradients or codecs'}; this process is worker {here['worker']} of a job "
-            f"with {here['replicas']} replicas. Save `communication.state()` of every worker and pass all of them to "
-            "`communication.redistribute(states)`, which takes any number of replicas; or leave `communication` out of "
-            "the checkpoint, and lose the residuals."
-        )
 
 
 class EncodedReducer(tf.Module):
@@ -117,7 +74,7 @@ class EncodedReducer(tf.Module):
         self._collectives, self.is_timed = collectives, timed
         self.paths: tuple[str, ...] = tuple(f"gradient_{i}" for i in range(len(gradients)))
         self._partitions = list(partitions) or [None] * len(gradients)
-        parts = _parts(gradients, codecs, collectives, seed, self._partitions)
+        parts = parts_by_codec(gradients, codecs, collectives, seed, self._partitions)
         # Leave out codecs that save nothing because of the padding to whole blocks per rank.
         self._parts = [
             part
@@ -142,7 +99,7 @@ class EncodedReducer(tf.Module):
         shapes: list[Any] = [[part.positions, part.state_shapes] for part in self._parts]
         if to_choose is not None and self._choices.codecs_of_groups:
             shapes.append([[codec.name for codec in to_choose.codecs], self._choices.codecs_of_groups])
-        self.layout = Layout(collectives.ranks * collectives.spread, collectives.worker, shapes)
+        self.layout = CodecStateLayout(collectives.ranks * collectives.spread, collectives.worker, shapes)
         raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
         self._raw_parts = [i for i in raw if self._partitions[i] is not None and i not in self._sparse]
         self._raw = [i for i in raw if i not in set(self._raw_parts)]
@@ -167,7 +124,7 @@ class EncodedReducer(tf.Module):
 
         def make_part(codec: Codec, positions: list[int], is_divided: bool) -> Any:
             partitions = [self._partitions[i] for i in positions]
-            return _part(codec, positions, is_divided, gradients, partitions, self._collectives, seed)
+            return part_of_codec(codec, positions, is_divided, gradients, partitions, self._collectives, seed)
 
         self._choices = choices_among(
             to_choose.codecs, to_choose.fits, gradients, self._partitions, make_part, self._collectives
@@ -185,85 +142,114 @@ class EncodedReducer(tf.Module):
         """
         collectives = self._collectives
         options = options or tf_internals.CommunicationOptions()
-        totals: list[Any] = list(gradients)
-        old = list(self.states[replica])
-        new: list[tf.Tensor] = []
-        finite: list[tf.Tensor] = []
-        seconds: list[tf.Tensor] = []
         control = self.controls[replica] if self.controls else None
         choice: Any = None if control is None else control.choice()
         numbers = [] if control is None else [control.own_numbers()]
+        exchange = ReplicaExchange(replica, gradients, done, options, choice, list(self.states[replica]))
         with tf.device(collectives.device(replica)):
-            own_choices = [unit.own_choice(choice) for unit in self._choices.dense]
-            for choosing, own_choice in zip(self._choices.dense, own_choices, strict=True):
-                states = [tf.convert_to_tensor(each) for each in old[len(new) : len(new) + choosing.num_states]]
-                sums, states, is_finite, spent = choosing.sum(
-                    own_choice, gradients, states, replica, collectives, options, self.is_timed
-                )
-                new += states
-                finite.append(is_finite)
-                seconds.append(spent)
-                for i, total in zip(choosing.positions, sums, strict=True):
-                    totals[i] = total
-            for rows in self._choices.rows:
-                sums = rows.sum(choice[rows.group], gradients, replica, collectives, options)
-                for i, total in zip(rows.positions, sums, strict=True):
-                    totals[i] = total
-            for part in self._fixed_parts:
-                members = [gradients[i] for i in part.positions]
-                states = [tf.convert_to_tensor(variable) for variable in old[len(new) : len(new) + part.num_states]]
-                sums, states, is_finite, spent = _from_step(
-                    part, done, members, states, replica, collectives, options, self.is_timed
-                )
-                new += states
-                finite.append(is_finite)
-                seconds.append(spent)
-                for i, total in zip(part.positions, sums, strict=True):
-                    totals[i] = total
-            raw = collectives._all_reduce(
-                tf.distribute.ReduceOp.SUM, [*numbers, *(gradients[i] for i in self._raw)], replica, options
-            )
-            of_all, raw = raw[: len(numbers)], raw[len(numbers) :]
-            for i, total in zip(self._raw, raw, strict=True):
-                totals[i] = total
-            own = PartReducer(collectives).reduce_scatter_tensors(
-                [gradients[i] for i in self._raw_parts],
-                partitions=[self._partitions[i] for i in self._raw_parts],
-                replica=replica,
-                options=options,
-            )
-            for i, total in zip(self._raw_parts, own, strict=True):
-                totals[i] = total
-            for i, codec in self._sparse_codecs.items():
-                totals[i], spent = _rows_from_step(
-                    codec, done, gradients[i], replica, collectives, options, self.is_timed
-                )
-                seconds.append(spent)
-            if new:
-                # Check sums that no codec has checked, and float16 ones, which may overflow when cast from float32.
-                raw = {*self._raw, *self._raw_parts, *self._sparse}
-                unseen = [i for i, gradient in enumerate(gradients) if i in raw or gradient.dtype == tf.float16]
-                units = zip(self._choices.dense, own_choices, strict=True)
-                groups = [(unit.positions, own_choice == 0) for unit, own_choice in units]
-                branch = collectives.reserve(replica, 1) if choice is not None and self.in_parts else None
-
-                def assign_if_finite():
-                    unseen_groups = [tf.cond(*_check_if(totals, *group)) for group in groups]
-                    all_finite = tf.reduce_all([*finite, *(_is_finite(totals[i]) for i in unseen), *unseen_groups])
-                    if self.in_parts:  # No replica sees the whole sums.
-                        with contextlib.nullcontext() if branch is None else branch():
-                            all_finite = self._on_all_replicas(all_finite, replica, options)
-                    return tf.cond(all_finite, lambda: _assign(old, new), lambda: tf.constant(False))
-
-                if choice is None:
-                    assign_if_finite()
-                else:  # Without a codec no state changes.
-                    tf.cond(tf.reduce_any(tf.stack(own_choices) > 0), assign_if_finite, lambda: tf.constant(False))
-            self._count(replica, gradients, totals, done, options, choice)
+            self._sum_by_choice(exchange)
+            self._sum_encoded(exchange)
+            of_all = self._sum_uncompressed(exchange, numbers)
+            self._sum_encoded_rows(exchange)
+            if exchange.new:
+                self._keep_states(exchange)
+            self._count(exchange)
             if control is not None:
-                control.end_step(gradients, totals, of_all[0], collectives.untouched(replica).handle)
-            self.times.of_replicas[replica].assign_add(tf.add_n(seconds) if seconds else _NO_TIME)
-        return totals
+                control.end_step(gradients, exchange.totals, of_all[0], collectives.untouched(replica).handle)
+            self.times.of_replicas[replica].assign_add(tf.add_n(exchange.seconds) if exchange.seconds else NO_TIME)
+        return exchange.totals
+
+    def _sum_by_choice(self, exchange: ReplicaExchange) -> None:
+        """Sums the gradients whose codec is chosen while the graph runs."""
+        of_units = [unit.own_choice(exchange.choice) for unit in self._choices.dense]
+        exchange.choices_of_units = of_units
+        for unit, own_choice in zip(self._choices.dense, of_units, strict=True):
+            states = exchange.next_states(unit.num_states)
+            summed = unit.sum(
+                own_choice,
+                exchange.gradients,
+                states,
+                exchange.replica,
+                self._collectives,
+                exchange.options,
+                self.is_timed,
+            )
+            exchange.put_encoded(unit.positions, *summed)
+        for rows in self._choices.rows:
+            choice = exchange.choice[rows.group]
+            sums = rows.sum(choice, exchange.gradients, exchange.replica, self._collectives, exchange.options)
+            exchange.put(rows.positions, sums)
+
+    def _sum_encoded(self, exchange: ReplicaExchange) -> None:
+        """Sums the dense gradients that have a codec of their own."""
+        for part in self._fixed_parts:
+            members = exchange.members(part.positions)
+            states = exchange.next_states(part.num_states)
+            summed = sum_from_step(
+                part,
+                exchange.done,
+                members,
+                states,
+                exchange.replica,
+                self._collectives,
+                exchange.options,
+                self.is_timed,
+            )
+            exchange.put_encoded(part.positions, *summed)
+
+    def _sum_uncompressed(self, exchange: ReplicaExchange, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums the gradients without a codec, whole or in parts. Returns the sums of `numbers`, which go with them."""
+        replica, options = exchange.replica, exchange.options
+        raw = self._collectives._all_reduce(
+            tf.distribute.ReduceOp.SUM, [*numbers, *exchange.members(self._raw)], replica, options
+        )
+        exchange.put(self._raw, raw[len(numbers) :])
+        own = PartReducer(self._collectives).reduce_scatter_tensors(
+            exchange.members(self._raw_parts),
+            partitions=[self._partitions[i] for i in self._raw_parts],
+            replica=replica,
+            options=options,
+        )
+        exchange.put(self._raw_parts, own)
+        return raw[: len(numbers)]
+
+    def _sum_encoded_rows(self, exchange: ReplicaExchange) -> None:
+        """Sums the sparse gradients that have a codec of their own."""
+        for i, codec in self._sparse_codecs.items():
+            exchange.totals[i], spent = sum_rows_from_step(
+                codec,
+                exchange.done,
+                exchange.gradients[i],
+                exchange.replica,
+                self._collectives,
+                exchange.options,
+                self.is_timed,
+            )
+            exchange.seconds.append(spent)
+
+    def _keep_states(self, exchange: ReplicaExchange) -> None:
+        """Assigns the new codec states if the sums of all gradients are finite."""
+        choice, totals = exchange.choice, exchange.totals
+        # Check sums that no codec has checked, and float16 ones, which may overflow when cast from float32.
+        raw = {*self._raw, *self._raw_parts, *self._sparse}
+        unseen = [i for i, each in enumerate(exchange.gradients) if i in raw or each.dtype == tf.float16]
+        units = zip(self._choices.dense, exchange.choices_of_units, strict=True)
+        groups = [(unit.positions, own_choice == 0) for unit, own_choice in units]
+        branch = self._collectives.reserve(exchange.replica, 1) if choice is not None and self.in_parts else None
+
+        def assign_if_finite():
+            unseen_groups = [tf.cond(*check_if(totals, *group)) for group in groups]
+            all_finite = tf.reduce_all([*exchange.finite, *(is_finite(totals[i]) for i in unseen), *unseen_groups])
+            if self.in_parts:  # No replica sees the whole sums.
+                with contextlib.nullcontext() if branch is None else branch():
+                    all_finite = self._on_all_replicas(all_finite, exchange.replica, exchange.options)
+            return tf.cond(all_finite, exchange.assign_states, lambda: tf.constant(False))
+
+        if choice is None:
+            assign_if_finite()
+        else:  # Without a codec no state changes.
+            is_encoded = tf.reduce_any(tf.stack(exchange.choices_of_units) > 0)
+            tf.cond(is_encoded, assign_if_finite, lambda: tf.constant(False))
 
     def _on_all_replicas(self, condition: tf.Tensor, replica: int, options: Any) -> tf.Tensor:
         """Returns whether a condition, bool [], holds on all replicas. Costs an exchange of one number."""
@@ -358,7 +344,7 @@ class EncodedReducer(tf.Module):
                 )
             with tf.device(host_of(self._collectives.device(replica))):
                 self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
-                self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
+                self.times.of_replicas.append(tf.Variable(NO_TIME, trainable=False, name="times"))
         if self._to_choose is not None:
             replicas = range(self._collectives.replicas)
             self.controls = [self._make_control(replica, self._to_choose) for replica in replicas]
@@ -399,9 +385,10 @@ class EncodedReducer(tf.Module):
         """Notes that a backup has set the counts, after they were `own` for this process."""
         self._restored += self.own_counts() - own
 
-    def _count(self, replica, gradients, totals, done, options, choice):
+    def _count(self, exchange: ReplicaExchange) -> None:
         """Counts a step and its bytes for a replica. Sparse rows count without the padding to the longest replica."""
-        collectives = self._collectives
+        collectives, gradients, done, choice = self._collectives, exchange.gradients, exchange.done, exchange.choice
+        options = exchange.options
         dense = [gradients[i] for i in [*self._raw, *self._raw_parts] if i not in self._sparse]
         raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
         for unit in self._choices.dense:
@@ -411,7 +398,7 @@ class EncodedReducer(tf.Module):
         for part in self._fixed_parts:
             uncompressed = round(collectives.uncompressed_bytes([gradients[i] for i in part.positions], options))
             raw += uncompressed
-            sent += _from(part.codec.start_step, done, round(part.sent_bytes(collectives)), uncompressed)
+            sent += bytes_from_step(part.codec.start_step, done, round(part.sent_bytes(collectives)), uncompressed)
         others = collectives.ranks * collectives.spread - 1
         of_rows = {
             i: tf.gather(tf.constant(each.row_bytes(i, gradients), tf.int64), choice[each.group])
@@ -419,88 +406,13 @@ class EncodedReducer(tf.Module):
             for i in each.positions
         }
         for i in self._sparse:
-            rows = tf.cast(tf.shape(totals[i].indices)[0], tf.int64) * others // (others + 1)
+            rows = tf.cast(tf.shape(exchange.totals[i].indices)[0], tf.int64) * others // (others + 1)
             codec = self._sparse_codecs.get(i)
             uncompressed, encoded = sparse_row_bytes(gradients[i]), sparse_row_bytes(gradients[i], codec)
             raw += rows * uncompressed
             sent += (
                 rows * of_rows[i]
                 if i in of_rows
-                else rows * _from(0 if codec is None else codec.start_step, done, encoded, uncompressed)
+                else rows * bytes_from_step(0 if codec is None else codec.start_step, done, encoded, uncompressed)
             )
-        self.counts[replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
-
-
-def _parts(gradients, codecs, collectives, seed, partitions) -> list[Any]:
-    """Groups dense gradients by codec, and those that are divided apart, starting with the last gradient."""
-    groups: dict[tuple[Codec, bool], list[int]] = {}
-    for i in reversed(range(len(gradients))):
-        if codecs[i] is not None and not isinstance(gradients[i], tf.IndexedSlices):
-            is_divided = isinstance(codecs[i], WordCodec) and isinstance(partitions[i], Partition)
-            groups.setdefault((codecs[i], is_divided), []).insert(0, i)
-    return [
-        _part(codec, positions, is_divided, gradients, [partitions[i] for i in positions], collectives, seed)
-        for (codec, is_divided), positions in groups.items()
-    ]
-
-
-def _part(codec, positions, is_divided, gradients, partitions, collectives, seed) -> Any:
-    """Makes the part of one codec for the gradients at `positions`, which have the `partitions` if divided."""
-    if isinstance(codec, PowerSGD):
-        return PowerSGDGroup(codec, positions, gradients, codec.seed + seed)
-    if is_divided:
-        return PartCodecGroup(cast(WordCodec, codec), positions, partitions, collectives)
-    return CodecGroup(cast(WordCodec, codec), positions, gradients, collectives)
-
-
-def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
-    """Returns the bytes of a step: `then` from step `start_step` on, and `before` in earlier steps, int64 []."""
-    return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
-
-
-def _from_step(part, done, gradients, states, replica, collectives, options, timed):
-    """Sums the gradients of one codec over all replicas, uncompressed until the codec's `start_step`."""
-
-    def encoded():
-        watch = Stopwatch(collectives.device(replica), collectives.untouched(replica), timed)
-        return *part.exchange(gradients, states, replica, collectives, options, watch), watch.seconds()
-
-    def raw():
-        sums = part.uncompressed(gradients, replica, collectives, options)
-        return sums, list(states), tf.reduce_all([_is_finite(total) for total in sums]), tf.constant(_NO_TIME)
-
-    return encoded() if part.codec.start_step == 0 else tf.cond(done >= part.codec.start_step, encoded, raw)
-
-
-def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
-    """Exchanges the rows of a sparse gradient, uncompressed until the codec's `start_step`."""
-    transport = collectives.among_all(replica)
-
-    def encoded():
-        watch = Stopwatch(collectives.device(replica), collectives.untouched(replica), timed)
-        values = watch.timed(transport)
-        joined = all_reduce_sparse(watch.begin(slices), values, options, codec, beside=transport)
-        return tf.IndexedSlices(watch.end(joined.values), joined.indices, joined.dense_shape), watch.seconds()
-
-    def raw():
-        return all_reduce_sparse(slices, transport, options), tf.constant(_NO_TIME)
-
-    return encoded() if codec.start_step == 0 else tf.cond(done >= codec.start_step, encoded, raw)
-
-
-def _is_finite(total: Gradient) -> tf.Tensor:
-    """Whether a summed gradient is finite, bool []; equal on all replicas because the sums are."""
-    values = total.values if isinstance(total, tf.IndexedSlices) else total
-    values = tf.abs(values) if values.dtype.is_complex else values
-    return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
-
-
-def _check_if(totals, positions, is_unseen):
-    """The arguments of a `tf.cond` that tells whether sums are finite, and looks at them only if no codec has done."""
-    return is_unseen, lambda: tf.reduce_all([_is_finite(totals[i]) for i in positions]), lambda: tf.constant(True)
-
-
-def _assign(variables, values):
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-    return tf.constant(True)
+        self.counts[exchange.replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
