@@ -7,11 +7,14 @@ import sys
 
 import pytest
 
+from recorded_runs import write_run, write_times
+from tfdist.events.time_record import BEGINNING
 from tfdist.launch import cli
 from tfdist.plan.bucket_traffic import traffic_of
 from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
 from tfdist.plan.job_plan import Job, plan_job
 from tfdist.plan.planned_buckets import Gradient, PlannedBucket, fill_planned_buckets
+from tfdist.plan.run_compute import compute_seconds_of
 from tfdist.plan.step_prediction import PlannedStep, predict_step
 
 FREE = ExchangeCosts(0.0, 0.0, {NONE: 0.0, "int8": 0.0}, "nothing costs time but the link")
@@ -209,6 +212,23 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, text, message):
         costs_of_bench(tmp_path / "bench.json")
 
 
+@pytest.mark.unit
+def test_a_run_tells_the_time_that_its_steps_compute(tmp_path):
+    write_run(tmp_path)  # Its newest attempt computes 3 s in 30 steps.
+    assert compute_seconds_of(tmp_path) == pytest.approx(0.1)
+    for worker in range(2):
+        write_times(tmp_path, 1, worker, 13, 19, (10, 10), start_up=3, compute=9)  # Only 9 steps.
+    write_times(tmp_path, 0, 2, 0, 20, (BEGINNING, 0), start_up=4, compute=20)
+    assert compute_seconds_of(tmp_path) == pytest.approx(0.1)  # The median of 0.1, 0.1 and 1 s, of the attempt before.
+
+
+@pytest.mark.unit
+def test_a_run_without_enough_steps_is_refused(tmp_path):
+    write_times(tmp_path, 0, 0, 0, 9, (BEGINNING, 0), start_up=4, compute=2)
+    with pytest.raises(ValueError, match=r"trained 10 steps .* give the time .* to --compute-ms"):
+        compute_seconds_of(tmp_path)
+
+
 def plan(directory, *arguments):
     (directory / "model.py").write_text(MODEL)
     command = [sys.executable, "-m", "tfdist", "plan", *arguments]
@@ -250,12 +270,14 @@ def test_the_command_plans_exchanges_in_two_levels(tmp_path):
         (["model.py:make_model", "--calibration", "none.json"], "none.json"),
         (["model.py:make_model", "--compute-ms", "0"], "--compute-ms"),
         (["model.py:make_model", "--exchange-group-size", "3"], "must divide the number of workers"),
+        (["model.py:make_model", "--run", "."], "no attempt-0"),
     ],
 )
 def test_bad_input_is_an_error_with_the_value(tmp_path, arguments, message, monkeypatch, caplog):
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["plan", "-n", "4", "--link", "1gbit", "--compute-ms", "20", *arguments]) == 1
+    compute = [] if "--run" in arguments else ["--compute-ms", "20"]
+    assert cli.main(["plan", "-n", "4", "--link", "1gbit", *compute, *arguments]) == 1
     assert message in caplog.text
     assert sorted(path.name for path in pathlib.Path(tmp_path).iterdir() if path.name != "__pycache__") == ["model.py"]
 

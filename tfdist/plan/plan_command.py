@@ -14,6 +14,7 @@ from absl import logging
 from tfdist.launch import arguments, estimate_command
 from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
 from tfdist.plan.job_plan import Job, JobPlan, assumptions, plan_job
+from tfdist.plan.run_compute import compute_seconds_of
 from tfdist.symlink_safe_file import write_whole
 
 
@@ -27,12 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="rate at which a replica can send, as in 10gbit",
     )
-    parser.add_argument(
+    compute = parser.add_mutually_exclusive_group(required=True)
+    compute.add_argument(
         "--compute-ms",
         type=arguments.seconds,
-        required=True,
         metavar="MS",
         help="milliseconds of a step of one replica alone: forward and backward pass and update",
+    )
+    compute.add_argument(
+        "--run",
+        type=pathlib.Path,
+        metavar="RUN_DIR",
+        dest="run_directory",
+        help="folder of a run of `tfdist run` that has trained this model; takes the time from its steps",
     )
     parser.add_argument(
         "--forward-share",
@@ -77,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
         costs = DEFAULT_COSTS if args.calibration is None else costs_of_bench(args.calibration)
         codecs = (NONE, *(name for name in args.compression if name != NONE))
         _check_costs(costs, codecs)
-        if not args.compute_ms:
-            raise ValueError("--compute-ms must be above 0: the time of a step of one replica alone.")
+        compute_seconds = _compute_seconds(args)
         make = estimate_command.maker_of(args.model)
         gradients = gradients_of(make, codecs)
         groups = functools.partial(_size_of_groups, args.exchange_group_size)
@@ -86,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, TypeError, OSError, ImportError) as error:
         logging.error("%s", error)
         return 1
-    job = Job(args.replicas, args.link, args.compute_ms / 1e3, args.forward_share, gradients, groups)
+    job = Job(args.replicas, args.link, compute_seconds, args.forward_share, gradients, groups)
     plan = plan_job(job, costs)
     print_plan(plan, job, costs)
     if args.json is not None:
@@ -97,6 +104,14 @@ def run(args: argparse.Namespace) -> int:
     memory = estimate_memory(make, args.replicas, compression=None if codec == NONE else codec)
     print(memory.verdict(args.memory))
     return 0 if memory.fitting(args.memory) else 1
+
+
+def _compute_seconds(args: argparse.Namespace) -> float:
+    if args.run_directory is not None:
+        return compute_seconds_of(args.run_directory)
+    if not args.compute_ms:
+        raise ValueError("--compute-ms must be above 0: the time of a step of one replica alone.")
+    return float(args.compute_ms) / 1e3
 
 
 def to_json(plan: JobPlan, job: Job, costs: ExchangeCosts) -> dict[str, Any]:
