@@ -1,5 +1,6 @@
-"""Workers go on without a lost one, which joins again: averages, messages, members, restarts, and a real run."""
+"""Workers go on without a lost one, which joins again: averages, messages, members, restarts, and real runs."""
 
+import dataclasses
 import json
 import socket
 import threading
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from certificates import Authority
 from launched import SCRIPTS, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError, WorkerLostError
@@ -17,6 +19,7 @@ from tfdist.failure_kinds import FailureKind
 from tfdist.launch.absences import Absence, Absences
 from tfdist.launch.lost_workers import LostWorkers
 from tfdist.members_record import MembersRecord
+from tfdist.network.tls import TLS_VARIABLES
 from tfdist.strategies.elastic.elastic_input import own_rows
 from tfdist.strategies.elastic.outer_step import OuterStep
 from tfdist.strategies.elastic.round_chief import RoundChief
@@ -333,16 +336,60 @@ def test_the_end_of_a_fit_reaches_members_and_late_workers_but_not_those_of_the_
     assert ahead.hear("state", "over", fit=1).kind == "state"
 
 
-# A real run.
+def test_rounds_are_encrypted_with_tls(tmp_path, monkeypatch):
+    files = Authority(tmp_path).worker()
+    for variable, path in zip(TLS_VARIABLES, dataclasses.astuple(files), strict=True):
+        monkeypatch.setenv(variable, path)
+    job = Job(2)
+    member = job.member(1)
+    job.chief.await_workers(0, [1], SECONDS)
+    job.chief.welcome([1], Message("state", {"fit": 0}, [np.arange(3)]))
+    np.testing.assert_array_equal(member.hear("state").arrays[0], [0, 1, 2])
+    for variable in TLS_VARIABLES:
+        monkeypatch.delenv(variable)
+    with pytest.raises((ClusterError, WorkerLostError), match="TFDIST_TLS_CERT"):
+        RoundMember(job.spec(1, 2), 1.0, 5.0)
+
+
+# Real runs.
+
+
+def test_a_slow_worker_takes_fewer_steps_of_arrays_with_equal_time(tmp_path):
+    with nothing_left(tmp_path) as run:
+        code, out, err = run.finish(
+            "--workers", 2, "--log-dir", tmp_path / "logs", SCRIPTS / "slow_worker.py", tmp_path
+        )
+    assert code == 0, out + err
+    results = [json.loads((tmp_path / f"result-{worker}.json").read_text()) for worker in range(2)]
+    for name in ("weights", "losses", "report"):
+        assert results[0][name] == results[1][name], name
+    steps, report = [result["steps"] for result in results], results[0]["report"]
+    assert 6 <= steps[1] < steps[0] <= 24  # One step of a round at least; there are 6 rounds of 4 steps.
+    assert report["trained"] == [4 * each for each in steps]
+    assert report["skipped"] == [4 * (24 - each) for each in steps]
+    assert (report["rounds"], report["lost"], report["missed_rounds"]) == (6, [0, 0], [0, 0])
 
 
 def test_three_workers_go_on_without_one_which_joins_again(tmp_path):
     with nothing_left(tmp_path) as run:
         code, out, err = run.finish(
-            *("--workers", 3, "--log-dir", tmp_path / "logs", SCRIPTS / "lost_worker.py", tmp_path), restarts=1
+            *(
+                "--workers",
+                3,
+                "--devices-per-worker",
+                2,
+                "--log-dir",
+                tmp_path / "logs",
+                SCRIPTS / "lost_worker.py",
+                tmp_path,
+            ),
+            restarts=1,
         )
     assert code == 0, out + err
     assert [path.name for path in (tmp_path / "logs").glob("attempt-*")] == ["attempt-0"]
+    (absence,) = json.loads((tmp_path / "logs" / "run.json").read_text())["attempts"][0]["absences"]
+    assert (absence["worker"], absence["has_joined"], len(absence["starts"])) == (2, True, 1)
+    assert absence["missed_steps"] == 6 and absence["reasons"] == ["worker 2 was killed by SIGKILL"]
     results = [json.loads((tmp_path / f"result-{worker}.json").read_text()) for worker in range(3)]
     assert [len(list(tmp_path.glob(f"life-{worker}-*"))) for worker in range(3)] == [1, 1, 2]
     # 4 epochs of 10 steps, with synchronizations after 4, 8 and 10 steps. Worker 2 is lost after 6 steps of epoch 2,
