@@ -26,7 +26,8 @@ from tfdist.strategies.collectives.exchange_groups import check_exchange_group_s
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
-from tfdist.strategies.elastic.elastic_training import ElasticTraining, cluster_by_itself
+from tfdist.strategies.elastic.elastic_start import cluster_by_itself
+from tfdist.strategies.elastic.elastic_training import ElasticTraining
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended

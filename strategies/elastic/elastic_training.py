@@ -3,11 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -20,29 +19,18 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.events.phase_names import WAITING
 from tfdist.faults import watchdog
-from tfdist.members_record import MembersRecord
-from tfdist.package_version import version_of
-from tfdist.run_files import ATTEMPT, RunFiles
 from tfdist.strategies.chief_only_guard import is_on_chief_alone
 from tfdist.strategies.elastic import model_state
 from tfdist.strategies.elastic.elastic_input import check_sharding, own_rows
+from tfdist.strategies.elastic.elastic_start import greeting_of, setup_of_worker, take_greeting, write_members
 from tfdist.strategies.elastic.fit_in_rounds import FitInRounds
-from tfdist.strategies.elastic.outer_step import OuterStep
+from tfdist.strategies.elastic.round_averaging import RoundAveraging, averaged_logs
 from tfdist.strategies.elastic.round_chief import RoundChief
 from tfdist.strategies.elastic.round_member import RoundMember
 from tfdist.strategies.elastic.round_messages import Message
-from tfdist.strategies.elastic.round_policy import (
-    Contribution,
-    RowLedger,
-    RowReport,
-    average_by_rows,
-    steps_of_equal_time,
-    trains,
-)
-from tfdist.strategies.elastic.shared_seed import random_states, take_random_states
-from tfdist.strategies.local_steps.synchronization import Synchronization, described
+from tfdist.strategies.elastic.round_policy import Contribution, RowLedger, RowReport, trains
+from tfdist.strategies.local_steps.synchronization import Synchronization
 
-_PACKAGES = ("tfdist", "tensorflow", "keras")
 _BEATS_MISSED = 3  # A busy process may be late for its signs of life.
 _PROGRESS_SECONDS = 0.2
 _PATIENCE_ROUNDS = 10
@@ -76,30 +64,20 @@ class ElasticTraining:
     def __init__(self, synchronization: Synchronization, cluster: ClusterSpec, strategy: Any):
         self.worker, self.workers = cluster.worker_id, cluster.num_workers
         self._synchronization, self._strategy = synchronization, weakref.ref(strategy)
-        self._ledger, self._fits, self._round_seconds = RowLedger(), 0, 0.0
+        self._averaging, self._fits, self._round_seconds = RoundAveraging(synchronization, self.workers), 0, 0.0
         self._fit: FitInRounds | None = None
-        self._outer: tuple[weakref.ref[keras.Model], OuterStep] | None = None
         self._options = options = strategy.fault_tolerance
-        self._restored: Sequence[np.ndarray] = ()
         self._told_at = 0.0
         self._chief: RoundChief | None = None
         silence_seconds = _BEATS_MISSED * options.heartbeat_timeout_seconds
         self._devices = devices = len(strategy.extended.worker_devices)
-        versions = {package: version_of(package) for package in _PACKAGES}
-        setup = {"synchronization": described(synchronization), "devices": devices, "versions": versions}
+        setup = setup_of_worker(synchronization, devices)
         if self.worker == 0:
-            greeting = Message("greeting", {"setup": setup, "random": random_states()})
-            write = functools.partial(_write_members, start_seconds=options.start_timeout_seconds)
-            self._chief = RoundChief(cluster, silence_seconds, greeting, self._lose, write)
+            write = functools.partial(write_members, start_seconds=options.start_timeout_seconds)
+            self._chief = RoundChief(cluster, silence_seconds, greeting_of(setup), self._lose, write)
         else:
             self._member = RoundMember(cluster, options.start_timeout_seconds, silence_seconds)
-            said = self._member.hear("greeting").fields
-            if said["setup"] != setup:
-                raise ClusterError(
-                    f"All workers must make equal strategies with equally many devices and versions, but worker 0 has "
-                    f"{said['setup']}, and worker {self.worker} {setup}. Start the same script on all workers."
-                )
-            take_random_states(said["random"])
+            take_greeting(self._member.hear("greeting"), setup, self.worker)
         strategy.reports.are_local = True
         strategy.reports.place = range(self.worker * devices, (self.worker + 1) * devices), self.workers * devices
         count = weakref.WeakMethod(self._count_rows)
@@ -235,7 +213,7 @@ class ElasticTraining:
 
     def _take_state(self, model: keras.Model, state: Message) -> None:
         self._assign(model_state.all_state_of(model), state.arrays)
-        self._ledger = RowLedger.from_json(state.fields["ledger"])
+        self._averaging.ledger = RowLedger.from_json(state.fields["ledger"])
 
     def synchronize(self) -> None:
         """Synchronizes if this worker has trained since the last time, as at the end of an epoch."""
@@ -256,7 +234,7 @@ class ElasticTraining:
         with self._waiting():
             if self._chief is not None:
                 parts = {0: part, **self._chief.gather("logs", self._place(fit), self._patience_seconds)}
-                averages = _averaged_logs(parts)
+                averages = averaged_logs(parts)
                 answer = Message("logs", {"fit": fit.number, "logs": averages})
                 self._chief.answer(dict.fromkeys(parts.keys() - {0}, answer))
             else:
@@ -293,20 +271,17 @@ class ElasticTraining:
 
     def report(self) -> RowReport:
         """Returns the rows that each worker has trained on, until the last synchronization."""
-        return self._ledger.report(self.workers)
+        return self._averaging.ledger.report(self.workers)
 
     # -- backups
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Returns what worker 0 keeps beside the model, for a backup: the outer optimizer, and the counts of rows."""
-        values = self._restored if self._outer is None else self._outer[1].values()
-        return {f"outer/{i}": value for i, value in enumerate(values)}, self._ledger.to_json()
+        return self._averaging.state()
 
     def restore(self, arrays: Mapping[str, np.ndarray], counts: Mapping[str, Any]) -> None:
         """Restores what `state` has returned."""
-        self._restored = [arrays[f"outer/{i}"] for i in range(sum(name.startswith("outer/") for name in arrays))]
-        self._outer = None  # The next round makes it.
-        self._ledger = RowLedger.from_json(counts)
+        self._averaging.restore(arrays, counts)
 
     # -- rounds
 
@@ -325,7 +300,7 @@ class ElasticTraining:
                     logging.warning("worker %s has joined", ", ".join(map(str, joining)))
             self._chief.present = Message("place", self._place_fields(fit))
             trainable = self._values(model_state.weights_of(model)[0])
-            self._outer_of(model, trainable).begin(trainable)
+            self._averaging.begin(model, trainable)
         fit.began, fit.away = time.monotonic(), 0.0
 
     def _synchronize(self, fit: FitInRounds, model: keras.Model) -> None:
@@ -338,7 +313,8 @@ class ElasticTraining:
         with self._waiting():
             if self._chief is not None:
                 parts = self._chief.gather("weights", place, self._patience_seconds)
-                answer = self._averaged(fit, done, ends, parts, len(trainable), self._executions(model))
+                executions = self._executions(model)
+                answer = self._averaging.averaged(fit.number, done, ends, parts, len(trainable), executions)
                 self._chief.answer(dict.fromkeys(parts, answer))
                 self._chief.close_round(parts, fit.steps)
                 self._round_seconds = time.monotonic() - fit.began
@@ -351,44 +327,13 @@ class ElasticTraining:
             return
         self._assign([*trainable, *others], answer.arrays)
         if self._chief is None:
-            self._ledger = RowLedger.from_json(answer.fields["ledger"])
+            self._averaging.ledger = RowLedger.from_json(answer.fields["ledger"])
         fit.target = dict(map(tuple, answer.fields["targets"])).get(self.worker, self._executions(model))
         fit.steps = fit.trained = fit.rows = fit.skipped = 0
 
-    def _outer_of(self, model: keras.Model, trainable: list[np.ndarray]) -> OuterStep:
-        """Returns the `OuterStep` of a model, which keeps its momentum from one `fit` to the next."""
-        if self._outer is None or self._outer[0]() is not model:
-            self._outer = weakref.ref(model), OuterStep(self._synchronization, trainable, self._restored)
-            self._restored = ()
-        return self._outer[1]
-
-    def _averaged(
-        self,
-        fit: FitInRounds,
-        own: Contribution,
-        ends: list[np.ndarray],
-        parts: Mapping[int, Message],
-        trainable: int,
-        executions: int,
-    ) -> Message:
-        """Returns the answer of worker 0 to the members of a round: the next weights."""
-        done = {0: own} | {worker: Contribution(**part.fields["done"]) for worker, part in parts.items()}
-        all_ends = {0: ends} | {worker: list(part.arrays) for worker, part in parts.items()}
-        rows = {worker: each.rows for worker, each in done.items()}
-        assert self._outer is not None
-        following = self._outer[1].next({worker: each[:trainable] for worker, each in all_ends.items()}, rows)
-        for i in range(trainable, len(ends)):
-            is_float = ends[i].dtype.kind not in "iub"
-            same = {worker: each[i] for worker, each in all_ends.items()}
-            following.append(average_by_rows(same, rows) if is_float else ends[i])
-        self._ledger.close_round(done, self.workers)
-        targets = steps_of_equal_time(done, executions) if self._synchronization.equal_time else {}
-        fields = {"fit": fit.number, "ledger": self._ledger.to_json(), "targets": sorted(targets.items())}
-        return Message("weights", fields, following)
-
     def _state(self, fit: FitInRounds, model: keras.Model) -> Message:
         """Returns the state of the model and the place where training goes on, for workers that join."""
-        fields = {**self._place_fields(fit), "ledger": self._ledger.to_json()}
+        fields = {**self._place_fields(fit), "ledger": self._averaging.ledger.to_json()}
         return Message("state", fields, self._values(model_state.all_state_of(model)))
 
     def _place_fields(self, fit: FitInRounds) -> dict[str, Any]:
@@ -400,7 +345,7 @@ class ElasticTraining:
 
     def _over(self, number: int, model: keras.Model | None) -> Message:
         arrays = [] if model is None else self._values(model_state.all_state_of(model))
-        return Message("over", {"fit": number, "ledger": self._ledger.to_json()}, arrays)
+        return Message("over", {"fit": number, "ledger": self._averaging.ledger.to_json()}, arrays)
 
     def _take_end(self, fit: FitInRounds, over: Message) -> None:
         """Takes the news that worker 0 has ended a `fit`, which ends it on this worker."""
@@ -409,7 +354,7 @@ class ElasticTraining:
             model.stop_training = True
             if over.arrays:
                 self._assign(model_state.all_state_of(model), over.arrays)
-        self._ledger = RowLedger.from_json(over.fields["ledger"])
+        self._averaging.ledger = RowLedger.from_json(over.fields["ledger"])
 
     # -- helpers
 
@@ -444,7 +389,7 @@ class ElasticTraining:
         model_state.assign(variables, values, self._strategy())
 
     def _lose(self, worker: int, rows: int) -> None:
-        self._ledger.lose(worker, rows)
+        self._averaging.ledger.lose(worker, rows)
 
     def _count_rows(self, report: Any) -> None:
         """Counts the rows of a training step, in a thread of TensorFlow, before the step ends."""
@@ -469,31 +414,6 @@ class ElasticTraining:
         return total
 
 
-def cluster_by_itself(cluster_resolver: Any) -> ClusterSpec | None:
-    """Returns the cluster of a process that runs TensorFlow by itself; `None` if it is the only worker.
-
-    Raises:
-      ValueError: If a resolver is given: only TF_CONFIG describes the cluster here.
-    """
-    if cluster_resolver is not None:
-        raise ValueError(
-            "With tolerate_lost_workers TF_CONFIG describes the cluster, but a cluster_resolver was given. Leave one "
-            "of the two out."
-        )
-    cluster = ClusterSpec.from_env()
-    return cluster if cluster is not None and cluster.num_workers > 1 else None
-
-
-def _averaged_logs(parts: Mapping[int, Message]) -> dict[str, float]:
-    """Returns the logs that all members have, averaged by the rows of the epoch; equally if nobody tells rows."""
-    rows = {worker: part.fields["rows"] for worker, part in parts.items()}
-    names = [name for name in parts[0].fields["logs"] if all(name in part.fields["logs"] for part in parts.values())]
-    return {
-        name: float(average_by_rows({w: np.asarray(part.fields["logs"][name]) for w, part in parts.items()}, rows))
-        for name in names
-    }
-
-
 def _check_keeps_no_averages(model: keras.Model) -> None:
     if getattr(model.optimizer, "use_ema", False):
         raise ValueError(
@@ -501,12 +421,3 @@ def _check_keeps_no_averages(model: keras.Model) -> None:
             f"{model.optimizer.name!r} has use_ema=True, and `fit` ends with the averages as weights. "
             "Leave use_ema out."
         )
-
-
-def _write_members(record: MembersRecord, start_seconds: float) -> None:
-    """Tells the supervisor that the job goes on without lost workers, and its members."""
-    files = RunFiles.of_worker()
-    if files is not None:
-        with contextlib.suppress(OSError):
-            record = dataclasses.replace(record, start_seconds=start_seconds)
-            files.tell_of_members(int(os.environ.get(ATTEMPT, "0")), record)
