@@ -4,14 +4,17 @@ import itertools
 import math
 import types
 
+import keras
 import numpy as np
 import pytest
 
+import tfdist
 from tfdist.adaptive.batch_choice import by_goodput, by_noise_scale, candidates, goodput
 from tfdist.adaptive.batch_controller import LEAST_STEPS, BatchController
 from tfdist.adaptive.learning_rate_rules import learning_rate_scale
 from tfdist.adaptive.noise_scale import NoiseSample, NoiseScale
 from tfdist.adaptive.step_time import StepLine, StepTime
+from tfdist.callbacks.measurable_codecs import check_measurable_codecs
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.batch_size_schedule import BatchSizeSchedule
 from tfdist.data.example_order import Shuffled
@@ -304,3 +307,17 @@ def test_a_size_is_in_force_from_the_beginning_of_an_execution_on():
 
     assert left == {9}
     assert [len(job.step()[1]) for _ in range(10)] == [12] * 9 + [20]
+
+
+@pytest.mark.parametrize("compression", ["powersgd", "topk(0.01)", tfdist.compression.Sign()])
+def test_codecs_that_delay_most_of_a_gradient_are_refused(compression):
+    variables = [
+        keras.Variable(np.zeros(shape, "float32"), name=name) for shape, name in ((3, "bias"), ((200, 200), "kernel"))
+    ]
+    for chosen in (compression, lambda shape, dtype, path: compression if "kernel" in path else "int8"):
+        with pytest.raises(ValueError, match="sends most of the gradient of kernel in later steps"):
+            check_measurable_codecs(chosen, variables)
+    with pytest.raises(ValueError, match="sends most of a gradient in later steps"):
+        check_measurable_codecs(tfdist.compression.Auto(["int8", compression]), variables)
+    for allowed in (None, "int8", "auto", lambda shape, dtype, path: None):
+        check_measurable_codecs(allowed, variables)

@@ -9,6 +9,7 @@ from absl import logging
 
 from tfdist.adaptive.batch_controller import BatchController, BatchDecision
 from tfdist.adaptive.learning_rate_rules import RULES
+from tfdist.callbacks.measurable_codecs import check_measurable_codecs
 from tfdist.data.balanced_sharding import BalancedSharding
 from tfdist.data.weak_callbacks import listen
 from tfdist.strategies.foreign_keras import ForKerasModels
@@ -65,8 +66,8 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
 
     Raises:
       ValueError: If an argument is out of range, or the sharding has no `batch_size_range`. When `fit` begins: if no
-        strategy of tfdist trains on the sharding, the learning rate is a schedule, replicas divide the weights, or they
-        train by local steps.
+        strategy of tfdist trains on the sharding, the learning rate is a schedule, replicas divide the weights, they
+        train by local steps, or a codec delays most of a gradient (`PowerSGD`, `TopK`, `Sign`).
 
     References:
       McCandlish et al., An Empirical Model of Large-Batch Training, 2018, https://arxiv.org/abs/1812.06162
@@ -167,6 +168,7 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
                 "AdaptiveBatch adds up the norms of the parts of a gradient, but with shard_group_size each part is in "
                 "several groups. Leave out shard_group_size or AdaptiveBatch."
             )
+        check_measurable_codecs(getattr(strategy, "compression", None), self.model.trainable_variables)
         rule = self._rule_for(self.model.optimizer)
         AdaptiveBatch.on_train_end(self)  # The callback still listens if an earlier `fit` failed.
         replicas = strategy.num_replicas_in_sync
