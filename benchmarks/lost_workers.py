@@ -30,7 +30,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("kills", 20, "Number of kills in the second run.", 0)
 flags.DEFINE_integer("epochs", 6, "Epochs of 250 steps.", 1)
 flags.DEFINE_bool("unbroken", True, "Whether to run without kills first.")
-flags.DEFINE_float("pause", 0.12, "Seconds by which a step is longer in the second run, so that workers can return.")
+flags.DEFINE_float("pause", 0.15, "Seconds by which a step is longer in the second run, so that workers can return.")
 flags.DEFINE_list("apart", ["6", "14"], "Shortest and longest time between two kills, in seconds.")
 flags.DEFINE_bool("slow", False, "Whether to compare runs without and with equal_time, in place of kills.")
 flags.DEFINE_integer("seed", 1, "Seed of the moments and victims.")
