@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # Benchmarks are not installed. Appended last, since the root also has a folder `data`.
 
 from benchmarks import accuracy, choice_table, models, netlab, record, report, train_step, turns  # noqa: E402
-from benchmarks.peers.group import Group, GroupError  # noqa: E402
+from benchmarks.peers.group import Group, GroupError, last_words  # noqa: E402
 from benchmarks.peers.messages import Answer, Trials  # noqa: E402
 from launched import eventually  # noqa: E402
 from tfdist.cluster import free_ports  # noqa: E402
@@ -445,6 +445,13 @@ def test_failed_group_gives_its_reason_in_one_line_and_ends():
         with pytest.raises(GroupError, match="no_such_peer") as caught:
             group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=RUN_SECONDS)
     assert "\n" not in str(caught.value)
+
+
+def test_abort_is_reported_by_the_line_before_its_stacks():
+    stacks = "Fatal Python error: Aborted\n\nThread 0x1:\n  File a\n\nExtension modules: h5py._errors (total: 1)\n"
+    assert last_words(f"E0000 Terminating: an error was found\n{stacks}") == "E0000 Terminating: an error was found"
+    assert last_words(stacks) == "Fatal Python error: Aborted"
+    assert last_words("step 1\nKeyError: 'a'\nended\n") == "KeyError: 'a'"
 
 
 def test_other_packages_precede_the_installed_ones(tmp_path):

@@ -24,6 +24,8 @@ THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "OMP_NU
 _ROOT = pathlib.Path(__file__).parents[2]
 _GRACE_SECONDS = 2.0  # Time after the first failure in which another worker may report its cause.
 _MESSAGE_LENGTH = 240
+_PRINTED_BYTES = 1 << 16  # Of the end of a worker's output: the stacks of an abort take more than 10,000.
+_ABORTED = "Fatal Python error"  # Python's handler prints this before the stacks of all threads.
 _PR_SET_PDEATHSIG = 1
 _NICE = -15
 _LIBC = ctypes.CDLL(None)  # Loaded here, since few operations are safe between fork and exec.
@@ -92,11 +94,11 @@ class _Worker:
             self.kill()
             end = describe_exit(self.process.wait())
             printed = self.printed()
-            return Failure(f"a worker {end}: {_last_words(printed)}", printed)
+            return Failure(f"a worker {end}: {last_words(printed)}", printed)
 
     def printed(self) -> str:
         size = os.fstat(self.output.fileno()).st_size
-        return os.pread(self.output.fileno(), 1 << 14, max(0, size - (1 << 14))).decode(errors="replace")
+        return os.pread(self.output.fileno(), _PRINTED_BYTES, max(0, size - _PRINTED_BYTES)).decode(errors="replace")
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -223,9 +225,10 @@ def _one_line(text: str) -> str:
     return line if len(line) <= _MESSAGE_LENGTH else line[: _MESSAGE_LENGTH - 1] + "…"
 
 
-def _last_words(printed: str) -> str:
-    """The most informative line: the last one with an error, else the last one."""
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+def last_words(printed: str) -> str:
+    """The most informative line: the last one with an error, else the last one, before the stacks of an abort."""
+    before = printed.partition(_ABORTED)[0]
+    lines = [line.strip() for line in (before.strip() or printed.partition("\n")[0]).splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line or "what()" in line]
     return (telling or lines or ["it printed nothing"])[-1]
 
