@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, separate
+from tfdist.strategies.collectives.codec_choice import _units
 
 
 def laid_out(kilobytes):
@@ -30,6 +31,15 @@ def test_a_small_model_has_two_buckets_and_the_first_holds_half(seed):
 )
 def test_buckets_are_halves_if_tensors_allow(sizes, buckets):
     assert laid_out(sizes) == buckets
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_unit_with_a_choice_of_a_small_model_is_one_message_uncompressed(seed):
+    draw = random.Random(seed)
+    tensors = [tf.TensorSpec([draw.choice([64, 144, 288, 576]) * 256]) for _ in range(draw.randint(2, 14))]
+    units = _units(range(len(tensors)), tensors)
+    assert sorted(i for unit in units for i in unit) == list(range(len(tensors)))
+    assert [len(fill_buckets([tensors[i] for i in unit], BUCKET_BYTES)) for unit in units] == [1] * len(units)
 
 
 def test_tensors_of_unknown_rank_travel_whole():

@@ -199,9 +199,10 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
         return branch
 
-    def buckets_of(self, tensors: Sequence[tf.Tensor], options=None) -> int:
-        """Returns the number of buckets in which these dense tensors are summed."""
-        laid_out = self._laid_out(tensors, self._among_all[0], self._options.merge(options or self._options))
+    def buckets_of(self, tensors: Sequence[tf.Tensor], options=None, limit_bytes: int | None = None) -> int:
+        """Returns the number of buckets in which `sum_in_buckets` sums these dense tensors."""
+        options = self._options.merge(options or self._options)
+        laid_out = self._laid_out(tensors, self._among_all[0], options, limit_bytes)
         return sum(len(buckets) for _, _, buckets in laid_out)
 
     def untouched(self, replica: int) -> tf.Variable:
@@ -237,31 +238,34 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
         """Reduces a nest of tensors and `IndexedSlices` over all replicas. Called once per replica of this worker."""
-        flat = tf.nest.flatten(value)
-        if self._group_size == 1:  # The caller would read a variable by another reduction, without end.
-            return tf.nest.map_structure(
-                lambda leaf: leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), value
-            )
-        transport = self._among_all[replica_id]
-        options = self._options.merge(options)
-        with tf.device(self._devices[replica_id]):
-            flat = self._sum(flat, transport, options)
-            if reduce_op == tf.distribute.ReduceOp.MEAN:
+        flat = self.sum_in_buckets(tf.nest.flatten(value), replica_id, options)
+        if reduce_op == tf.distribute.ReduceOp.MEAN and self._group_size > 1:
+            with tf.device(self._devices[replica_id]):
                 flat = [_divide(tensor, self._group_size) for tensor in flat]
         return tf.nest.pack_sequence_as(value, flat)
 
-    def _sum(self, tensors, transport, options):
+    def sum_in_buckets(self, tensors, replica: int, options=None, limit_bytes: int | None = None) -> list:
+        """Sums tensors and `IndexedSlices` over all replicas. Called once per replica of this worker.
+
+        Buckets have at most `limit_bytes`, unless the user has set their size; by default see `bucket_bytes`.
+        """
+        if self._group_size == 1:  # The caller would read a variable by another reduction, without end.
+            return [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in tensors]
+        with tf.device(self._devices[replica]):
+            return self._sum(tensors, self._among_all[replica], self._options.merge(options), limit_bytes)
+
+    def _sum(self, tensors, transport, options, limit_bytes):
         totals = [
             all_reduce_sparse(tensor, transport, options) if isinstance(tensor, tf.IndexedSlices) else tensor
             for tensor in tensors
         ]
-        for group, members, buckets in self._laid_out(tensors, transport, options):
+        for group, members, buckets in self._laid_out(tensors, transport, options, limit_bytes):
             reduced = [transport.all_reduce(join(bucket, members), options) for bucket in buckets]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
                 totals[i] = added_up(total, tensors[i].dtype)
         return totals
 
-    def _laid_out(self, tensors, transport, options):
+    def _laid_out(self, tensors, transport, options, limit_bytes=None):
         """Groups dense tensors by the type of their sum. Yields the indices, tensors and buckets of each group."""
         terms: dict[tf.DType, dict[int, tf.Tensor]] = {}
         for i, tensor in enumerate(tensors):
@@ -272,7 +276,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
         largest = part_bytes(self._group_size) if transport.is_ordered else BUCKET_BYTES
         for group in terms.values():
             members = list(group.values())
-            limit = options.bytes_per_pack or bucket_bytes(members)
+            limit = options.bytes_per_pack or limit_bytes or bucket_bytes(members)
             part = options.bytes_per_pack or largest
             yield list(group), members, fill_buckets(members, limit, part_bytes=part)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.strategies.codec_mixtures import UnitBytes
 from tfdist.strategies.collectives.all_reduce import Collectives
-from tfdist.strategies.collectives.buckets import bucket_bytes, known_bytes
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, known_bytes
 from tfdist.strategies.collectives.codec_parts import CodecPart
 from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
@@ -83,7 +83,8 @@ class CodecChoice:
           of coding and exchange.
         """
         buckets = [part.num_buckets for part in self.parts]
-        buckets.append(collectives.buckets_of([gradients[i] for i in self.positions], options))
+        # A unit has about the size of a bucket. Smaller buckets would be more messages than without a choice.
+        buckets.append(collectives.buckets_of([gradients[i] for i in self.positions], options, BUCKET_BYTES))
         branch = collectives.reserve(replica, _KEYS * 2 * max(buckets))
 
         def uncompressed(positions):
@@ -91,7 +92,7 @@ class CodecChoice:
             if not members:
                 return []
             if not self.is_divided:
-                return collectives._all_reduce(tf.distribute.ReduceOp.SUM, members, replica, options)
+                return collectives.sum_in_buckets(members, replica, options, BUCKET_BYTES)
             return PartReducer(collectives).reduce_scatter_tensors(
                 members, partitions=[self._partitions[i] for i in positions], replica=replica, options=options
             )

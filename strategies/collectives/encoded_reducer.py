@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies.codec_trials import Alternatives
 from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.buckets import bucket_bytes
 from tfdist.strategies.collectives.choice_control import ChoiceControl
 from tfdist.strategies.collectives.chosen_codecs import ChosenCodecs, CodecsToChoose
 from tfdist.strategies.collectives.codec_choice import Choices, choices_among
@@ -103,6 +104,9 @@ class EncodedReducer(tf.Module):
         raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
         self._raw_parts = [i for i in raw if self._partitions[i] is not None and i not in self._sparse]
         self._raw = [i for i in raw if i not in set(self._raw_parts)]
+        # Beside units to choose for, the rest takes no more buckets than it takes of those of all gradients.
+        dense = [each for each in gradients if not isinstance(each, tf.IndexedSlices)]
+        self._raw_bucket_bytes = bucket_bytes(dense) if self._choices.dense else None
         coded_parts = {i for part in self._parts if isinstance(part, PartCodecGroup) for i in part.positions}
         self.in_parts = frozenset({*self._raw_parts, *coded_parts})
         # For each replica of this worker: the states of its parts, and its counts.
@@ -200,9 +204,8 @@ class EncodedReducer(tf.Module):
     def _sum_uncompressed(self, exchange: ReplicaExchange, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums the gradients without a codec, whole or in parts. Returns the sums of `numbers`, which go with them."""
         replica, options = exchange.replica, exchange.options
-        raw = self._collectives._all_reduce(
-            tf.distribute.ReduceOp.SUM, [*numbers, *exchange.members(self._raw)], replica, options
-        )
+        members = [*numbers, *exchange.members(self._raw)]
+        raw = self._collectives.sum_in_buckets(members, replica, options, self._raw_bucket_bytes)
         exchange.put(self._raw, raw[len(numbers) :])
         own = PartReducer(self._collectives).reduce_scatter_tensors(
             exchange.members(self._raw_parts),
