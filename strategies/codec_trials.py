@@ -179,6 +179,11 @@ class CodecTrials:
                 numbers = yield from _trial(choice, times[best])
                 samples[choice] = [each.seconds for each in numbers]
                 times[choice] = statistics.median(samples[choice])
+                if not expected and times[choice] < times[best]:
+                    # The steps of a new program become faster, so the earlier trial may not compare.
+                    numbers = yield from _trial(best, times[choice])
+                    samples[best] = [each.seconds for each in numbers]
+                    times[best] = statistics.median(samples[best])
                 if times[choice] <= times[best] * _as_fast(samples[choice], samples[best]):
                     chosen = choice
                     break

@@ -185,6 +185,20 @@ def test_a_mixture_encodes_only_the_layers_whose_gradients_come_last():
     assert seconds(choice) <= 1.03 * min(seconds(each) for each in GROUPED.all_uniform())
 
 
+def test_a_mixture_is_not_chosen_because_the_program_has_become_faster():
+    link, uniform, mixed = on_link(2.5e9, 0.18), GROUPED.all_uniform(), []
+
+    def seconds(choice):
+        if choice in uniform:
+            return link(choice) * (1 if mixed else 1.1)
+        mixed.append(choice)
+        return 1.06 * min(map(link, uniform))
+
+    training = Training(seconds, lambda choice: link(choice) - 0.18, GROUPED)
+    assert training.run(150) in uniform
+    assert mixed and training.is_final
+
+
 def test_all_layers_are_encoded_on_a_slow_link():
     seconds = on_link(1e8, 0.1)
     training = Training(seconds, lambda choice: seconds(choice) - 0.1, GROUPED)
