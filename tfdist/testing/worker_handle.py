@@ -21,6 +21,7 @@ from tfdist.testing.worker_replies import Died, Reply
 GRACE_SECONDS = 1.0  # Time for a process to end by itself with its own exit code.
 
 _OUTPUT_LINES = 100
+_END_OF_STACKS = b", line 1 in <module>\n"  # The outermost call of the main thread, whose stack is printed last.
 
 
 class WorkerHandle:
@@ -32,6 +33,7 @@ class WorkerHandle:
     def __init__(self, spec: ClusterSpec, num_devices: int, env: Mapping[str, str]):
         self.index = spec.worker_id
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self._size_before_stacks = 0
         self.connection, remote = Pipe()
         with remote:
             self.process = subprocess.Popen(
@@ -65,14 +67,23 @@ class WorkerHandle:
 
     def dump_stacks(self) -> None:
         """Makes the worker print the stacks of all its threads, to explain a timeout."""
+        self._size_before_stacks = self._output_size()
         os.kill(self.process.pid, signal.SIGUSR1)
+
+    def has_dumped_stacks(self) -> bool:
+        """Returns whether the output has all stacks since `dump_stacks`. Stays false if the last stack is too deep."""
+        size = self._output_size() - self._size_before_stacks
+        return _END_OF_STACKS in os.pread(self._output.fileno(), size, self._size_before_stacks)
 
     def output_tail(self) -> str:
         """Returns the last lines of the worker's output, for an error message."""
-        size = os.fstat(self._output.fileno()).st_size
+        size = self._output_size()
         # Not `seek`, because the worker shares the file position and writes at it.
         tail = os.pread(self._output.fileno(), 1 << 16, max(0, size - (1 << 16)))
         return "\n".join(tail.decode(errors="replace").splitlines()[-_OUTPUT_LINES:])
+
+    def _output_size(self) -> int:
+        return os.fstat(self._output.fileno()).st_size
 
     def kill(self, after_seconds: float = 0.0) -> None:
         """Kills the worker and its child processes after waiting `after_seconds` for the worker to end by itself."""

@@ -10,6 +10,7 @@ The parent starts a fresh interpreter for each worker (`worker_handle`) and exch
 A worker exits when its parent exits.
 """
 
+import math
 import os
 import pickle
 import time
@@ -30,7 +31,7 @@ from tfdist.testing.worker_replies import Died, Raised, Reply, Returned, doubt
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.25
-_DUMP_SECONDS = 0.5  # Time for a worker to print its stacks.
+_DUMP_SECONDS, _DUMP_POLL_SECONDS = 10.0, 0.02  # Longest time for workers to print their stacks.
 
 
 def run_workers(
@@ -176,10 +177,14 @@ class WorkerPool:
             self._ports = None
 
     def _gather(self, deadline: float) -> list[Reply]:
-        """Waits for every worker's reply to a call, until the deadline or `GRACE_SECONDS` after the first failure."""
+        """Waits for every worker's reply to a call, until the deadline or `GRACE_SECONDS` after the first failure.
+
+        Looks for replies once more after the deadline, as this process may have been stopped in the meantime.
+        """
         replies: list[Reply] = []
-        waiting = list(self._workers)
-        while waiting and (remaining := deadline - time.monotonic()) > 0:
+        waiting, remaining = list(self._workers), math.inf
+        while waiting and remaining > 0:
+            remaining = max(0.0, deadline - time.monotonic())
             ready = wait([worker.connection for worker in waiting], min(remaining, _POLL_SECONDS))
             for worker in list(waiting):
                 # A process forked by the worker can keep the pipe open, so check the worker too.
@@ -208,7 +213,9 @@ class WorkerPool:
         late = [worker for worker in self._workers if worker.index not in finished]
         for worker in late:
             worker.dump_stacks()
-        time.sleep(_DUMP_SECONDS)
+        deadline = time.monotonic() + _DUMP_SECONDS
+        while not all(worker.has_dumped_stacks() for worker in late) and time.monotonic() < deadline:
+            time.sleep(_DUMP_POLL_SECONDS)
         names = ", ".join(f"worker {worker.index}" for worker in late)
         return WorkerTimeoutError(
             f"{self._num_workers} workers must end within {self._timeout_seconds:g} s, still running: {names}. See the "
