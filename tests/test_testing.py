@@ -10,13 +10,15 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
 from launched import eventually
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError, WorkerError, WorkerTimeoutError
-from tfdist.testing import WorkerPool, run_workers
+from tfdist.testing import WorkerPool, run_workers, workers
+from tfdist.testing.worker_handle import WorkerHandle
 
 
 def worker_id():
@@ -27,10 +29,14 @@ def pid_and_arguments(*args, **kwargs):
     return worker_id(), os.getpid(), args, kwargs
 
 
-def fail_in(index, error=ValueError):
+def fail_in(index, folder=None):
+    """Fails in one worker; with a folder, after all workers have printed something."""
     print(f"worker {worker_id()} says hello")
+    if folder is not None:
+        pathlib.Path(folder, f"kept_hello_{worker_id()}").touch()
+        assert worker_id() != index or eventually(lambda: len(list(pathlib.Path(folder).glob("kept_hello_*"))) == 2)
     if worker_id() == index:
-        raise error("a fault on purpose")
+        raise ValueError("a fault on purpose")
     time.sleep(100)
 
 
@@ -51,14 +57,15 @@ def raise_unpicklable():
     raise UnpicklableError("one", "two")
 
 
-def sleep_in(index):
+def sleep_in(index, hangs):
     if worker_id() == index:
         print("about to sleep")
-        a_place_to_hang()
+        a_place_to_hang(hangs)
 
 
-def a_place_to_hang():
-    time.sleep(60)
+def a_place_to_hang(hangs):
+    pathlib.Path(hangs).touch()
+    time.sleep(600)
 
 
 def die_in(index, how):
@@ -128,10 +135,10 @@ def nothing_left_behind(tmp_path, monkeypatch):
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(kept)] == []
 
 
-def children(parent=None):
-    parent = parent or os.getpid()
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True).stdout
-    return {line.strip() for line in listed.splitlines() if "ps -o" not in line}
+def children():
+    """Returns the child processes of this one. Without their arguments, which a process loses when it ends."""
+    with subprocess.Popen(["ps", "-o", "pid=", "--ppid", str(os.getpid())], stdout=subprocess.PIPE, text=True) as ps:
+        return {int(line) for line in ps.stdout} - {ps.pid}
 
 
 def is_alive(pid):
@@ -162,10 +169,10 @@ def started_pool():
         yield pool
 
 
-def test_an_exception_comes_with_traceback_and_output_and_ends_the_others(started_pool):
+def test_an_exception_comes_with_traceback_and_output_and_ends_the_others(started_pool, tmp_path):
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        started_pool.run(fail_in, 1)
+        started_pool.run(fail_in, 1, str(tmp_path))
     assert time.monotonic() - start < 60
     message = str(caught.value)
     assert "Worker 1 of 2 raised ValueError: a fault on purpose" in message
@@ -174,7 +181,8 @@ def test_an_exception_comes_with_traceback_and_output_and_ends_the_others(starte
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_the_cause_is_reported_rather_than_its_consequence(started_pool):
+def test_the_cause_is_reported_rather_than_its_consequence(started_pool, monkeypatch):
+    monkeypatch.setattr(workers, "GRACE_SECONDS", 60)  # Until then the second worker has raised on any machine.
     with pytest.raises(WorkerError, match="Worker 1 of 2 raised ValueError: the cause"):
         started_pool.run(raise_consequence_first)
 
@@ -190,10 +198,21 @@ def test_a_worker_that_exits_is_a_failure():
         run_workers(exit_politely, 1)
 
 
-def test_deadline_names_the_worker_and_where_it_hangs(started_pool):
-    started_pool._timeout_seconds = 3  # Starting the workers may take longer.
+def test_deadline_names_the_worker_and_where_it_hangs(started_pool, tmp_path, monkeypatch):
+    """Time stands still until worker 0 has returned and worker 1 hangs. Then the deadline is over."""
+    hangs, received, receive = tmp_path / "kept_hangs", [], WorkerHandle.receive
+
+    def note(handle):
+        received.append(handle.index)
+        return receive(handle)
+
+    def now():
+        return 1e9 + time.monotonic() if received == [0] and hangs.exists() else 0.0
+
+    monkeypatch.setattr(WorkerHandle, "receive", note)
+    monkeypatch.setattr(workers, "time", types.SimpleNamespace(monotonic=now, sleep=time.sleep))
     with pytest.raises(WorkerTimeoutError) as caught:
-        started_pool.run(sleep_in, 1)
+        started_pool.run(sleep_in, 1, str(hangs))
     message = str(caught.value)
     assert "still running: worker 1." in message
     assert "a_place_to_hang" in message and "about to sleep" in message
@@ -215,7 +234,7 @@ def test_a_worker_that_dies_silently_is_named_with_its_signal_or_code(how, words
 def test_the_children_of_a_killed_worker_end(tmp_path):
     pid_file = tmp_path / "kept"
     with pytest.raises(WorkerError, match="Worker 0 of 2 was killed by SIGKILL"):
-        run_workers(fork_and_die, 2, args=(pid_file,), timeout_seconds=30)
+        run_workers(fork_and_die, 2, args=(pid_file,))
     assert eventually(lambda: not is_alive(int(pid_file.read_text())))
 
 
@@ -254,7 +273,7 @@ def test_environment_is_set_before_anything_runs(monkeypatch):
 
 def test_pool_keeps_its_workers_and_replaces_them_after_a_failure():
     others = children()  # belong to pools of other tests
-    with WorkerPool(2, timeout_seconds=30) as pool:
+    with WorkerPool(2) as pool:
         first, again = (pool.run(pid_and_arguments) for _ in range(2))
         assert first == again
         with pytest.raises(WorkerError):
