@@ -6,7 +6,7 @@ from keras import layers
 
 import tfdist
 from keras_features import start_anew
-from strategy_checks import own_index
+from strategy_checks import own_index, wait_until_sent
 
 WIDTH, LAYERS, STEPS = 128, 4, 4
 WEIGHT_BYTES = 4 * LAYERS * WIDTH * WIDTH
@@ -57,6 +57,7 @@ def _trained(options):
 
 
 def _sent(strategy):
+    wait_until_sent(strategy)
     return {peer: stream.sent for peer, stream in strategy.extended._peers._streams.items()}
 
 

@@ -11,7 +11,7 @@ from keras import layers
 import tfdist
 from exchange_checks import Recorder
 from keras_features import start_anew, strategy_of
-from strategy_checks import own_index
+from strategy_checks import own_index, wait_until_sent
 from tfdist.strategies.local_steps.fragments import deal_out, has_arrived, is_due
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 3, 8, 12
@@ -260,8 +260,10 @@ def bytes_of_fit(placement, synchronization, compression, steps):
     x = np.random.default_rng(0).normal(size=(64, 200)).astype("float32")
     rows = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(64, drop_remainder=True).repeat()
     model.fit(rows, steps_per_epoch=steps, epochs=1, verbose=0)  # with the exchanges of the first step
+    wait_until_sent(strategy)
     before = strategy.extended.sent_and_received_bytes()[0]
     model.fit(rows, steps_per_epoch=steps, epochs=1, verbose=0)
+    wait_until_sent(strategy)
     return strategy.extended.sent_and_received_bytes()[0] - before
 
 

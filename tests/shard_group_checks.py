@@ -10,7 +10,7 @@ import sharding_checks
 import tfdist
 from keras_features import start_anew
 from keras_features import strategy_of as strategy
-from strategy_checks import own_index
+from strategy_checks import own_index, wait_until_sent
 from tfdist import compression
 
 WIDTH, LAYERS, STEPS = 128, 4, 4
@@ -37,6 +37,7 @@ def bytes_of_a_step(placement, sharding, group_size):
 
 
 def sent(place):
+    wait_until_sent(place)
     streams = place.extended._peers._streams
     return {peer: stream.sent for peer, stream in streams.items()}
 

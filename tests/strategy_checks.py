@@ -19,6 +19,7 @@ from keras import layers
 
 import tfdist
 from keras_features import strategy_of as strategy
+from launched import eventually
 from tfdist._compat import keras_stack
 from tfdist.strategies import outside_scope
 from untuned_pipelines import tuned_pipelines
@@ -26,6 +27,12 @@ from untuned_pipelines import tuned_pipelines
 
 def own_index():
     return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def wait_until_sent(place):
+    """Waits until this worker has sent, and counted, all messages of its exchanges: a step does not wait for that."""
+    peers = getattr(place.extended, "_peers", None)
+    assert peers is None or eventually(lambda: not any(peers._sender._waiting.values()))
 
 
 class MadeLate(layers.Layer):
@@ -1097,7 +1104,7 @@ def seconds_of_replicas(placement):
     listener = lambda report: seconds.append((report.compute_seconds, report.own_seconds))  # noqa: E731
     place.reports.listeners.append(listener)
     after = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(delay if is_last else 0))
-    sharding = tfdist.data.BalancedSharding((np.ones((24, 4), "float32"), np.zeros(24)), 8, policy="equal")
+    sharding = tfdist.data.BalancedSharding((np.ones((48, 4), "float32"), np.zeros(48)), 8, policy="equal")
     model.fit(place.distribute_datasets_from_function(sharding), callbacks=[after], verbose=0)
     place.reports.listeners.remove(listener)
     return *np.moveaxis(np.array(seconds), 1, 0), delay

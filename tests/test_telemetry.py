@@ -9,6 +9,7 @@ import pathlib
 import re
 import socket
 import threading
+import time
 import types
 import urllib.request
 
@@ -289,9 +290,10 @@ def test_a_sink_that_fails_is_logged_once_and_the_others_go_on(monkeypatch):
     writer.close()
     writer.close()
 
-    assert broken.is_closed and sound.is_closed and len(broken.written) == len(sound.written)
+    # `close` waits for ten seconds at most.
+    assert eventually(lambda: broken.is_closed and sound.is_closed) and len(broken.written) == len(sound.written)
     assert len(errors) == 1 and "No space left" in errors[0] and "Training continues" in errors[0]
-    assert "tfdist-telemetry" not in [thread.name for thread in threading.enumerate()]
+    assert eventually(lambda: "tfdist-telemetry" not in [thread.name for thread in threading.enumerate()])
 
 
 @pytest.mark.parametrize(
@@ -382,7 +384,7 @@ def test_two_workers_record_their_rows_their_time_and_their_bytes(pools, tmp_pat
         assert own["tfdist_share_ratio"] == pytest.approx(telemetry_checks.SHARES[worker], abs=0.05)
         assert own["tfdist_gradient_sent_bytes_total"] == sent
         assert own["tfdist_network_sent_bytes_total"] >= sent
-        # The fit also sleeps for a second that is not counted yet, and writes its last figures.
+        # The fit also reads the figures and ends, which is not counted yet.
         assert 0 < sum(phases.values()) < seconds and phases["compute"] > 0 and phases["validation"] > 0
         shown = tensors(tmp_path / f"worker-{worker}")
         assert shown["memory/weights_bytes"][1] == weights
@@ -426,14 +428,15 @@ def test_a_fit_on_one_device_is_recorded_again_and_again(under, tmp_path):
     broken = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)
     telemetry = tfdist.callbacks.Telemetry(tmp_path, trace_steps=(2, 3))
     data = np.ones((32, 1)), np.ones(32)
+    began = time.monotonic()
     model.fit(*data, batch_size=4, epochs=2, verbose=0, callbacks=[telemetry])
     with pytest.raises(ZeroDivisionError):
         model.fit(*data, batch_size=4, verbose=0, callbacks=[telemetry, broken])
     model.fit(*data, batch_size=4, verbose=0, callbacks=[telemetry])
 
-    shown = tensors(tmp_path / "worker-0")
-    assert shown["step/seconds"][0] == 25 and 0 < shown["step/seconds"][1] < 5
+    seconds, shown = time.monotonic() - began, tensors(tmp_path / "worker-0")
+    assert shown["step/seconds"][0] == 25 and 0 < shown["step/seconds"][1] < seconds
     assert ("throughput/rows_per_second" in shown) == (under == "strategy")
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
-    assert "tfdist-telemetry" not in [thread.name for thread in threading.enumerate()]
+    assert eventually(lambda: "tfdist-telemetry" not in [thread.name for thread in threading.enumerate()])
     assert telemetry.endpoint is None
