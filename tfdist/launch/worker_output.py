@@ -9,6 +9,7 @@ import select
 import subprocess
 import termios
 import threading
+import time
 import tty
 from collections.abc import Callable
 from typing import IO, NamedTuple
@@ -20,6 +21,7 @@ from tfdist.symlink_safe_file import no_follow
 
 _CHUNK_BYTES = 1 << 16
 _IDLE_MILLISECONDS = 50  # After this time, an incomplete line is shown.
+_LONGEST_DRAIN_SECONDS = 10.0  # For output that the reader of this process's output does not take.
 _STDOUT, _STDERR = 1, 2
 
 
@@ -76,14 +78,20 @@ class WorkerOutput:
             pump.start()
 
     def finish(self, seconds: float) -> None:
-        """Waits up to `seconds` for the last output, since a process outside the worker's session may keep it open."""
+        """Waits up to `seconds` for the last output, since a process outside the worker's session may keep it open.
+
+        Waits longer while output is unread, because a busy machine may start the copying threads late.
+        """
         self._close_ends()
         if not self._pumps:
             for source in self._sources:
                 os.close(source.descriptor)
             self._sources = []
-        for pump in self._pumps:
+        deadline = time.monotonic() + _LONGEST_DRAIN_SECONDS
+        for source, pump in zip(self._sources, self._pumps, strict=True):
             pump.join(seconds)
+            while pump.is_alive() and source.has_unread() and time.monotonic() < deadline:
+                pump.join(seconds)
         if not any(pump.is_alive() for pump in self._pumps):
             self._log.close()
 
@@ -146,6 +154,13 @@ class _Source(NamedTuple):
     target: OutputTarget
     view: OutputFilter
     terminal: int | None
+
+    def has_unread(self) -> bool:
+        """Returns whether the worker has written bytes that were not read yet."""
+        unread = bytearray(4)
+        with contextlib.suppress(OSError):  # The reader has closed it.
+            fcntl.ioctl(self.descriptor, termios.FIONREAD, unread)
+        return any(unread)
 
     def follow_size(self) -> None:
         """Gives the worker's end the size of the terminal that it resembles."""
