@@ -71,7 +71,7 @@ class Run:
         return list((self.directory / "tmp").iterdir())
 
     def gone(self):
-        return eventually(lambda: not any(is_alive(pid) for pid in self.pids().values()), 30)
+        return eventually(lambda: not any(is_alive(pid) for pid in self.pids().values()))
 
 
 @contextlib.contextmanager
