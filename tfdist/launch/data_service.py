@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             work_dir = args.work_dir or pathlib.Path(stack.enter_context(temporary()))
             _check(args, work_dir)
+            import tensorflow  # noqa: F401 (may take longer than the deadline on a busy machine)
+
             with _deadline(what):
                 servers = _start(args, work_dir)
         except (OSError, ValueError) as error:
