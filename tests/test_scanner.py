@@ -25,7 +25,9 @@ with strategy.scope():
 class Step(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 9: leave(f"training-{{worker}}", 1)
-        if not (here / "scanned").exists(): time.sleep(0.1)
+        while not (here / "scanned").exists():
+            time.sleep(0.1)
+            if batch < {STEPS} - 9: break
 x = np.random.default_rng(0).normal(size=({ROWS} * {STEPS}, 4)).astype("float32")
 model.fit(x, x.sum(1), batch_size={ROWS}, verbose=0, shuffle=False, callbacks=[Step()])
 assert strategy.extended._peers is not None
@@ -57,7 +59,7 @@ def test_a_scan_during_start_and_training_changes_nothing_and_takes_little_memor
             assert is_training, job.communicate(timeout=5)
             per_connection = {pid: grown(pid) for pid in run.pids().values()}
             with scanner.Scanner(lambda: run.pids().values(), ZEROS) as again:
-                # Scanned more often than there are kinds of words, or until training ends.
+                # Scanned more often than there are kinds of words, or until training fails.
                 eventually(lambda: is_scanned(again) or job.poll() is not None, DEADLINE_SECONDS)
                 (run.directory / "scanned").touch()
                 out, err = job.communicate(timeout=DEADLINE_SECONDS)
