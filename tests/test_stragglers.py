@@ -656,9 +656,9 @@ def trained(run, workers=2, **settings):
 @pytest.mark.slow
 def test_a_job_names_the_worker_that_computes_longer_within_30_steps(tmp_path):
     with nothing_left(tmp_path) as run:
-        (found,), output = trained(run, COMPUTE=[0.05, 0.15])
+        (found,), output = trained(run, COMPUTE=[0.05, 0.35])  # Far apart, as a busy machine slows either worker.
     assert (found.cause, found.worker, found.host) == (COMPUTATION, 1, socket.gethostname())
-    assert found.step <= 30 and 2 < found.amount < 4
+    assert found.step <= 30 and 2 < found.amount < 10
     assert found.text in output
 
 
