@@ -77,7 +77,7 @@ class _Network:
 
 
 def run_ranks(
-    ranks: int, rank_function: Callable[[InMemoryTransport, int], _Result], timeout_seconds: float = 60
+    ranks: int, rank_function: Callable[[InMemoryTransport, int], _Result], timeout_seconds: float = 300
 ) -> Sequence[_Result]:
     """Runs a function of a transport and a rank on several ranks at once, each in a thread. Returns all results.
 
