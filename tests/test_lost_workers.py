@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import signal
 import socket
+import subprocess
 import threading
 import time
+import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -17,11 +21,15 @@ from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError, WorkerLostError
 from tfdist.failure_kinds import FailureKind
 from tfdist.launch.absences import Absence, Absences
+from tfdist.launch.lone_restarts import LoneRestarts
 from tfdist.launch.lost_workers import LostWorkers
+from tfdist.launch.worker_group import WorkerExit
 from tfdist.members_record import MembersRecord
 from tfdist.network.tls import TLS_VARIABLES
+from tfdist.run_files import RunFiles
 from tfdist.strategies.elastic.elastic_input import own_rows
 from tfdist.strategies.elastic.outer_step import OuterStep
+from tfdist.strategies.elastic.round_averaging import RoundAveraging
 from tfdist.strategies.elastic.round_chief import RoundChief
 from tfdist.strategies.elastic.round_member import RoundMember
 from tfdist.strategies.elastic.round_messages import Message, receive_message, send_message
@@ -149,6 +157,26 @@ def test_the_record_of_members_is_the_same_after_its_file():
     assert MembersRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
+def test_a_worker_that_does_not_connect_in_time_is_killed_and_one_that_joins_is_told(tmp_path):
+    files, changes = RunFiles(tmp_path), []
+    files.attempt(0).mkdir()
+    files.tell_of_members(0, MembersRecord([0], {1: 1}, {1: 1}, {}, start_seconds=30.0))
+    with subprocess.Popen(["sleep", "100"]) as hangs:
+        group = types.SimpleNamespace(pids={1: hangs.pid}, running=(1,), exits=[WorkerExit(1, -9, 1, 10.0)])
+        group.forget = lambda index: group.exits.clear()
+        group.start_again = lambda index: None
+        lone = LoneRestarts(group, files, 0, LostWorkers(3, 600.0), changes.append)
+        assert lone.goes_on() and group.exits == []  # Worker 1 was killed, and starts again at once.
+        assert [len(each[0].starts) for each in changes] == [0, 1]
+        assert not lone.look(time.time())
+        assert hangs.poll() is None
+        lone.look(time.time() + 31.0)
+        assert hangs.wait(SECONDS) == -signal.SIGKILL
+    files.tell_of_members(0, MembersRecord([0, 1], {1: 2}, {1: 2}, {(1, 1): 8}, start_seconds=30.0))
+    lone.look(time.time())
+    assert (changes[-1][0].has_joined, changes[-1][0].missed_steps) == (True, 8) and len(changes) == 3
+
+
 @pytest.mark.unit
 def test_worker_0_and_errors_that_come_again_end_the_attempt_for_all():
     assert LostWorkers.concerns_all(0, FailureKind.MACHINE, is_exception=False)
@@ -199,6 +227,29 @@ def test_the_outer_step_of_local_sgd_is_the_average():
     outer.begin([np.zeros(1, "float32")])
     ends = {0: [np.array([1.0], "float32")], 1: [np.array([3.0], "float32")]}
     np.testing.assert_allclose(outer.next(ends, {0: 3, 1: 1})[0], [1.5])
+
+
+def test_the_state_of_averages_continues_them():
+    rng = np.random.default_rng(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    synchronization = tfdist.DiLoCo(every=4, tolerate_lost_workers=True)
+    weights = model.get_weights()
+
+    def answered(averaging):
+        averaging.begin(model, weights)
+        own = Contribution(rows=4, steps=4, seconds=1.0)
+        part = Message("weights", {"done": dataclasses.asdict(own)}, [1.5 * each for each in ends])
+        return averaging.averaged(0, own, ends, {2: part}, len(weights), 4)
+
+    first = RoundAveraging(synchronization, 3)
+    ends = [rng.normal(size=each.shape).astype("float32") for each in weights]
+    answered(first)
+    again = RoundAveraging(synchronization, 3)
+    again.restore(*first.state())
+    expected, answer = answered(first), answered(again)
+    assert answer.fields == expected.fields and again.ledger.report(3).missed_rounds == (0, 2, 0)
+    for own, other in zip(answer.arrays, expected.arrays, strict=True):
+        np.testing.assert_array_equal(own, other)
 
 
 # Rows.
