@@ -13,7 +13,7 @@ import tfdist
 from benchmarks import models
 from benchmarks.peers.messages import Trials
 
-_BLOCK = 4  # Steps between two looks at the choice of codecs.
+_BLOCK = 20  # Steps between two looks at the choice of codecs. The first steps of a call of `fit` are slower.
 _OPTIMIZERS = {"sgd": (keras.optimizers.SGD, 0.01), "adam": (keras.optimizers.Adam, 0.001)}  # And learning rates.
 
 
