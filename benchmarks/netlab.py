@@ -47,6 +47,7 @@ from benchmarks.netlab_slots import (
     owner_of,
     run_command,
     sweep,
+    undisturbed,
 )
 
 __all__ = ["Counters", "Host", "Netlab", "NetlabError", "Speed", "end_on_signals", "parse_rate", "why_not"]
@@ -125,7 +126,8 @@ class Netlab:
         sweep()
         atexit.register(self.close)
         try:
-            self._slot = Slot.claim_free()
+            with undisturbed():
+                self._slot = Slot.claim_free()
             self.hosts = self._slot.build(self._count)
             self.shape(self.rate)
         except BaseException:
@@ -139,17 +141,19 @@ class Netlab:
     def close(self) -> None:
         """Removes the lab, and kills all processes that still run on its hosts. A second call does nothing."""
         atexit.unregister(self.close)
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            with contextlib.closing(slot):
-                slot.clear()
+        with undisturbed():
+            slot, self._slot = self._slot, None
+            if slot is not None:
+                with contextlib.closing(slot):
+                    slot.clear()
 
     def leave_standing(self) -> None:
         """Keeps the lab after this process ends, until the command line's `down` or next `up`."""
         slot = self._owned()
-        self._slot = None
-        atexit.unregister(self.close)
-        slot.close(standing=True)
+        with undisturbed():
+            self._slot = None
+            atexit.unregister(self.close)
+            slot.close(standing=True)
 
     def shape(self, rate: str | None) -> None:
         """Changes the rate of all links, and measures them; see the class.
@@ -297,13 +301,17 @@ def end_on_signals() -> None:
 
     Further signals are ignored during the clean-up, also by its child processes.
     """
+    both = (signal.SIGTERM, signal.SIGINT)
 
     def end(signum: int, _: object) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
+        # Python would report a signal that arrives while its handler is replaced.
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for each in both:
             signal.signal(each, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         sys.exit(128 + signum)
 
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in both:
         signal.signal(each, end)
 
 

@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-COMMAND_SECONDS = 10.0
+COMMAND_SECONDS = 60.0  # A busy machine may stop a command for many seconds.
 
 _OURS = re.compile(r"tfd(\d+)(-switch|-host\d+|\.lock)")  # namespaces, and locks in /run
 _LOCKS = pathlib.Path("/run")
 _STANDING = b"standing"
 _SLOTS = 100
-_ORPHAN_SECONDS = 2.0  # until an `ip` process of a killed parent has ended
+_ORPHAN_SECONDS = 30.0  # until an `ip` process of a killed parent has ended
 
 
 class NetlabError(RuntimeError):
@@ -69,8 +69,8 @@ class Slot:
         self.switch = f"tfd{number}-switch"
 
     @classmethod
-    def claim(cls, number: int) -> "Slot | None":
-        """Takes the number, or returns None if it has an owner."""
+    def claim(cls, number: int, standing: bool = False) -> "Slot | None":
+        """Takes the number, or returns None if it has an owner, or a lab left standing unless `standing`."""
         path = _lock_path(number)
         deadline = time.monotonic() + _ORPHAN_SECONDS
         while True:
@@ -86,11 +86,15 @@ class Slot:
                     return None
                 time.sleep(0.01)
                 continue
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, str(os.getpid()).encode(), 0)
-                return cls(number, lock, path)
-            os.close(lock)  # its owner removed the file in between
+            if not _is_file_of(path, lock):  # its owner removed the file in between
+                os.close(lock)
+                continue
+            if not standing and os.pread(lock, len(_STANDING), 0) == _STANDING:
+                os.close(lock)
+                return None
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            return cls(number, lock, path)
 
     @classmethod
     def claim_free(cls) -> "Slot":
@@ -99,7 +103,9 @@ class Slot:
         for number in range(_SLOTS):
             slot = None if number in taken else cls.claim(number)
             if slot is not None:
-                return slot
+                if number not in _numbers(_namespaces()):
+                    return slot
+                slot.abandon()  # Its owner has made a lab and died since the first look.
         raise NetlabError(f"At most {_SLOTS} labs can stand at once. Remove one.")
 
     def close(self, standing: bool = False) -> None:
@@ -111,9 +117,13 @@ class Slot:
             self._path.unlink(missing_ok=True)
         os.close(self._lock)
 
+    def abandon(self) -> None:
+        """Releases the number with its namespaces, as the death of this process does. The next `sweep` removes them."""
+        os.close(self._lock)
+
     def run(self, *command: str) -> str:
         """Runs a command that holds the lock too, so that the lab stays locked until it ends if this process dies."""
-        with _undisturbed():
+        with undisturbed():
             return run_command(*command, pass_fds=[self._lock])
 
     def build(self, count: int) -> list[Host]:
@@ -156,7 +166,7 @@ class Slot:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Delays signals to end this process: a command that just starts could recreate namespaces after their removal."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -169,9 +179,9 @@ def _lock_path(number: int) -> pathlib.Path:
     return _LOCKS / f"tfd{number}.lock"
 
 
-def _is_standing(number: int) -> bool:
+def _is_file_of(path: pathlib.Path, descriptor: int) -> bool:
     try:
-        return _lock_path(number).read_bytes() == _STANDING
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
 
@@ -206,7 +216,7 @@ def sweep(standing: bool = False) -> list[int]:
         raise NetlabError(f"This runs on {here}, which would be removed. Run it outside of the lab.")
     kept = []
     for number in sorted(_numbers([*_namespaces(), *os.listdir(_LOCKS)])):
-        slot = Slot.claim(number) if standing or not _is_standing(number) else None
+        slot = Slot.claim(number, standing)
         if slot is None:
             kept.append(number)
             continue
