@@ -249,7 +249,10 @@ def download(wheels: pathlib.Path, work: pathlib.Path, target: Target, extra: st
         path = CHECKOUT / name
         if not path.exists():
             raise BundleError(f"`prepare` needs a checkout of tfdist, but there is no {path}. Run it in a checkout.")
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, source / name)
+        if path.is_dir():  # Programs that import tfdist meanwhile write and rename files in `__pycache__`.
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source / name)
     pip("wheel", "--quiet", "--no-deps", "--wheel-dir", built, source)
     (own,) = built.iterdir()
     pip("wheel", "--quiet", "--no-deps", "--wheel-dir", built, *ONLY_AS_SOURCES)
