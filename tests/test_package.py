@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from collections import Counter
 
@@ -18,8 +17,8 @@ import pytest
 
 from test_cluster import WRONG
 
-DEADLINE_SECONDS = 120
-REFUSAL_SECONDS = 15
+DEADLINE_SECONDS = 300  # A busy machine takes a minute to import everything.
+REFUSAL_SECONDS = 60  # Shorter than any wait for workers.
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOUSE = {"tfdist": "tfdist", "strategies": "tfdist/strategies", "data": "tfdist/data"}  # in the tree: as installed
@@ -356,9 +355,14 @@ def test_names_of_files_and_classes_occur_once(modules):
 
 def test_wrong_tf_config_ends_the_program_before_tensorflow_is_loaded(tmp_path):
     text, words = WRONG["index out of range"]
-    start = time.monotonic()
-    done = run_python("import tfdist; tfdist.MultiWorkerMirroredStrategy()", cwd=tmp_path, TF_CONFIG=text)
-    assert time.monotonic() - start < REFUSAL_SECONDS
+    code = """
+        import atexit, sys
+        atexit.register(lambda: print("tensorflow" in sys.modules))
+        import tfdist
+        tfdist.MultiWorkerMirroredStrategy()
+    """
+    done = run_python(code, cwd=tmp_path, TF_CONFIG=text)
+    assert done.stdout == "False\n"
     error = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and error.startswith("tfdist.errors.TFConfigError: TF_CONFIG"), done.stderr
     assert [word for word in words if word not in error] == []
