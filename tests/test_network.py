@@ -108,29 +108,35 @@ def test_worker_0_and_the_exchange_connections_listen_at_loopback_under_a_local_
 
 ALONE = """
 import socket
-with socket.create_server(("", 0)) as server:
-    own = server.getsockname()[1]
-    leave(f"ports-{worker}", own)
-    while len(list(here.glob("ports-*"))) < 2: time.sleep(0.01)
-    socket.create_connection(("127.0.0.1", int((here / f"ports-{1 - worker}").read_text()))).close()
+ports = [int(port) for port in sys.argv[1:]]
+with socket.create_server(("", ports[worker])):
+    leave(f"listens-{worker}", "")
+    while len(list(here.glob("listens-*"))) < 2: time.sleep(0.01)
+    socket.create_connection(("127.0.0.1", ports[1 - worker])).close()
     leave(f"met-{worker}", repr(socket.if_nameindex()))
     while not (here / "enough").exists(): time.sleep(0.01)
 """
 
 
 def test_workers_in_a_private_network_reach_each_other_and_nothing_else(run):
-    options = ["--workers", 2, "--private-network"]
-    with run.start(*options, run.script("leave(f'pid-{worker}', os.getpid())\n" + ALONE)) as job:
-        assert eventually(lambda: len(list(run.directory.glob("met-*"))) == 2), job.communicate(timeout=5)
-        assert {path.read_text() for path in run.directory.glob("met-*")} == {"[(1, 'lo')]"}
-        ports = [int(path.read_text()) for path in run.directory.glob("ports-*")]
-        own = [address for address in socket.gethostbyname_ex(socket.gethostname())[2]]
-        for address in ["127.0.0.1", *own]:
-            for port in ports:
-                with pytest.raises(ConnectionRefusedError):
-                    socket.create_connection((address, port), DEADLINE_SECONDS)
-        (run.directory / "enough").touch()
-        assert job.communicate(timeout=DEADLINE_SECONDS) and job.returncode == 0
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for each in taken:  # Without listening, so that no other process here can listen at the workers' ports.
+            each.bind(("", 0))
+        ports = [each.getsockname()[1] for each in taken]
+        script = run.script("leave(f'pid-{worker}', os.getpid())\n" + ALONE)
+        with run.start("--workers", 2, "--private-network", script, *ports) as job:
+            try:
+                assert eventually(lambda: len(list(run.directory.glob("met-*"))) == 2)
+                assert {path.read_text() for path in run.directory.glob("met-*")} == {"[(1, 'lo')]"}
+                own = [address for address in socket.gethostbyname_ex(socket.gethostname())[2]]
+                for address in ["127.0.0.1", *own]:
+                    for port in ports:
+                        with pytest.raises(ConnectionRefusedError):
+                            socket.create_connection((address, port), DEADLINE_SECONDS)
+            finally:
+                (run.directory / "enough").touch()
+            assert job.communicate(timeout=DEADLINE_SECONDS) and job.returncode == 0
 
 
 def test_a_user_without_privileges_can_have_a_private_network(tmp_path):
