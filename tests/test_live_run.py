@@ -90,23 +90,44 @@ def table_of(screen):
     rows = [number for number, line in enumerate(screen) if re.match(r" +\d+  [a-zS]", line)]
     if not rows:
         return {}, screen, []
-    found = [re.match(r" +(\d+)  (\S.{15})  +(\d*)", screen[number].ljust(80)) for number in rows]
-    table = {int(each[1]): (each[2].strip(), int(each[3] or 0)) for each in found}
+    found = [re.match(r" +(\d+)  (.{20})  ([ \d]{7})", screen[number].ljust(80)) for number in rows]
+    table = {int(each[1]): (each[2].strip(), int(each[3].strip() or 0)) for each in found if each}
     return table, screen[: rows[0]], screen[rows[-1] + 1 :]
 
 
+def has_bar(below):
+    return bool(below and re.search(r"\d/60 .*step", below[-1]))
+
+
+def shows_step(screen, step):
+    """Returns whether a screen has the progress bar, and both workers in this step."""
+    table, _, below = table_of(screen)
+    return has_bar(below) and all(table.get(worker, ("", 0))[1] >= step - 1 for worker in range(2))
+
+
 def test_the_table_grows_above_the_progress_bar_and_is_gone_at_the_end(run):
-    on = OnTerminal(run, "--workers", 2, run.script(TRAIN.format(then="")))
+    holds = (10, 25, 40, 55)  # Workers wait after these steps until the screen shows them.
+    then = f"""
+        step = int(self.model.optimizer.iterations)
+        deadline = time.monotonic() + 100
+        while step in {holds} and not (here / f"seen-{{step}}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+"""
+    on = OnTerminal(run, "--workers", 2, run.script(TRAIN.format(then=then.strip())), width=500)
+    for step in holds:
+        assert eventually(lambda step=step: shows_step(on.terminal.screen, step)), on.output
+        (run.directory / f"seen-{step}").touch()
     assert on.finish() == 0, on.output
     tables = [table_of(screen) for screen in on.screens]
     for worker in range(2):
-        steps = [table[worker][1] for table, _, _ in tables if table.get(worker, ("", 0))[0] == "training"]
+        steps = [table[worker][1] for table, _, _ in tables if table.get(worker, ("", 0))[1]]
         assert steps == sorted(steps) and len(set(steps)) > 3 and steps[-1] > 50, on.output
-    bars = [below for table, _, below in tables if table and below and re.search(r"\d/60 .*step", below[-1])]
+    bars = [below for table, _, below in tables if table and has_bar(below)]
     assert bars and all("2 workers" in below[0] and below[1].startswith("Epoch ") for below in bars), bars
     last = on.terminal.text
     assert not any(table_of([line])[0] or line.startswith("worker") for line in last), last
-    shown = [line for line in last if line]
+    # On a busy machine, a worker starts so late that the other one prints that it waits.
+    shown = [line for line in last if line and " workers have joined; waiting " not in line]
     assert re.fullmatch(r"tfdist: 2 workers on this machine; logs in .*", shown[0]), shown
     epochs = ["Epoch 1/2", "60/60 \u2501\u2501\u2501", "Epoch 2/2", "60/60 \u2501\u2501\u2501"]
     assert [line[:9] for line in shown[1:]] == [*epochs, "trained", "tfdist: d"]
@@ -156,12 +177,18 @@ def test_a_terminal_without_a_table_gets_plain_lines(run, environ):
     assert on.finish() == 0 and "\x1b" not in on.output and "output\r\n" in on.output
 
 
-SLEEP = ARRIVE + "signal.signal(signal.SIGINT, signal.SIG_DFL)\nprint('50 %', end='', flush=True)\ntime.sleep(60)"
+SLEEP = "signal.signal(signal.SIGINT, signal.SIG_DFL)\n" + ARRIVE + "print('50 %', end='', flush=True)\ntime.sleep(600)"
+
+
+def all_run(run, on):
+    """Returns whether soon all workers handle signals, and the table and the output of worker 0 are on the screen."""
+    run.wait_for_pids(2)
+    return eventually(lambda: all(any(text in line for line in on.terminal.screen) for text in ("running", "50 %")))
 
 
 def test_ctrl_c_ends_the_run_and_removes_the_table(run):
     on = OnTerminal(run, "--workers", 2, run.script(SLEEP))
-    assert eventually(lambda: any("running" in line for line in on.terminal.screen)), on.output
+    assert all_run(run, on), on.output
     on.type(b"\x03")
     assert on.finish() == 130
     text = [line for line in on.terminal.text if line]
@@ -170,7 +197,7 @@ def test_ctrl_c_ends_the_run_and_removes_the_table(run):
 
 def test_a_killed_supervisor_leaves_a_terminal_that_works(run):
     on = OnTerminal(run, "--workers", 2, run.script(SLEEP))
-    assert eventually(lambda: any("running" in line for line in on.terminal.screen)), on.output
+    assert all_run(run, on), on.output
     on.process.send_signal(signal.SIGKILL)
     assert on.finish() == -signal.SIGKILL and run.gone()
 
@@ -188,5 +215,5 @@ def test_a_minute_without_output_gets_a_line_about_the_progress(monkeypatch):
     told = []
     monkeypatch.setattr(run_terminal.logging, "info", lambda text, *arguments: told.append(text % arguments))
     with terminal.watching(Watch()):
-        assert eventually(lambda: len(told) == 2, 60)
-    assert told == ["step 1200, 3.14 steps/s, 1 worker"] * 2 and target
+        assert eventually(lambda: len(told) >= 2, 60)  # A busy machine may look later, at more lines.
+    assert set(told) == {"step 1200, 3.14 steps/s, 1 worker"} and target
