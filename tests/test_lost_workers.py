@@ -42,7 +42,8 @@ from tfdist.strategies.elastic.round_policy import (
 )
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 
-SECONDS = 20.0
+SECONDS = 120.0
+SILENCE_SECONDS = 60.0  # Longer than a busy machine stops a thread that sends signs of life.
 
 # Policy.
 
@@ -286,7 +287,7 @@ class Job:
     def __init__(self, workers):
         self.ports, self.lost, self.told = free_ports(workers), [], []
         self.chief = RoundChief(
-            *(self.spec(0, workers), 5.0, Message("greeting")),
+            *(self.spec(0, workers), SILENCE_SECONDS, Message("greeting")),
             lambda *loss: self.lost.append(loss),
             self.told.append,
         )
@@ -296,7 +297,7 @@ class Job:
         return ClusterSpec.local(workers, worker, self.ports)
 
     def member(self, worker, fit=0, **fields):
-        member = RoundMember(self.spec(worker, self.workers), SECONDS, 5.0)
+        member = RoundMember(self.spec(worker, self.workers), SECONDS, SILENCE_SECONDS)
         member.hear("greeting")
         member.send(Message("join", {"fit": fit, **fields}))
         return member
