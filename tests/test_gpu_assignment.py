@@ -253,7 +253,7 @@ def test_without_the_option_workers_see_all_gpus_and_a_warning_names_it(run, mon
         env={**os.environ, "TMPDIR": str(run.directory / "tmp")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0 and done.stdout.startswith("0 None"), done.stderr
     assert done.stderr.count("share all 2 GPUs") == (number == "2")

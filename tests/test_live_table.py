@@ -388,4 +388,4 @@ def test_a_shell_keeps_its_lines_after_a_stop():
 @pytest.mark.slow
 def test_the_table_needs_no_tensorflow():
     code = "import sys, tfdist.launch.live_terminal; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=300).returncode == 0

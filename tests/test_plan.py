@@ -232,7 +232,7 @@ def test_a_run_without_enough_steps_is_refused(tmp_path):
 def plan(directory, *arguments):
     (directory / "model.py").write_text(MODEL)
     command = [sys.executable, "-m", "tfdist", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=directory)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=directory)
 
 
 def test_the_command_prints_and_writes_its_predictions(tmp_path):
