@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+import types
 
 import pytest
 
@@ -71,11 +72,16 @@ def test_as_the_first_process_of_a_container_it_reaps_the_orphans_and_keeps_the_
     body = """
         for _ in range(10):
             subprocess.run(["sh", "-c", "setsid sleep 0.1 &"])
+        def stat_of(path):
+            try:
+                return path.read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):  # It has ended meanwhile.
+                return "", ""
         def of_launcher():
-            parts = [path.read_text().rpartition(")")[2].split() for path in pathlib.Path("/proc").glob("[0-9]*/stat")]
+            parts = [stat_of(path) for path in pathlib.Path("/proc").glob("[0-9]*/stat")]
             return [state for state, parent, *_ in parts if parent == "1"]
         time.sleep(1.5)
-        deadline = time.monotonic() + 20  # The other worker may still be starting its own, or have ended.
+        deadline = time.monotonic() + 100  # The other worker may still be starting its own, or have ended.
         while (states := of_launcher()) and (len(states) > 3 or "Z" in states) and time.monotonic() < deadline:
             time.sleep(0.1)
         print("zombies", states.count("Z"), "more than workers and guard", len(states) > 3)
@@ -242,7 +248,7 @@ def test_an_unfinished_line_is_logged_and_a_progress_bar_is_shown(run):
     script = run.script(
         r"""
         sys.stdout.write("10 %\r20 %")
-        for _ in range(3000): (here / "go").exists() or time.sleep(0.01)
+        for _ in range(30000): (here / "go").exists() or time.sleep(0.01)
         """
     )
     with run.start("--workers", 1, "--tee", "--log-dir", run.directory / "logs", script) as process:
@@ -285,7 +291,7 @@ def test_the_chief_keeps_the_terminal(run):
 def test_the_terminal_of_the_chief_follows_the_size_of_the_real_one(run):
     script = run.script(
         """
-        until = time.monotonic() + 30
+        until = time.monotonic() + 100
         size = lambda: tuple(os.get_terminal_size())
         print(size(), flush=True)
         while worker == 0 and size() != (100, 50) and time.monotonic() < until: time.sleep(0.01)
@@ -398,12 +404,12 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(run):
 if worker == 1:
     while len(list(here.glob("pid-*"))) < 2: time.sleep(0.01)
     sys.exit(5)
-time.sleep(100)
+time.sleep(1000)
 """
     )
     start = time.monotonic()
     code, _, _ = run.finish("--workers", 2, "--grace-seconds", 1, script)
-    assert code == 5 and run.gone() and 1 < time.monotonic() - start < 60
+    assert code == 5 and run.gone() and time.monotonic() - start > 1
 
 
 def test_a_worker_may_use_its_grace_period(run):
@@ -414,11 +420,15 @@ def test_a_worker_may_use_its_grace_period(run):
 if worker == 1:
     while len(list(here.glob("pid-*"))) < 2: time.sleep(0.01)
     sys.exit(5)
-time.sleep(60)
+time.sleep(600)
 """
     )
-    assert run.finish("--workers", 2, script)[0] == 5
-    assert (run.directory / "saved").exists()
+    # A busy machine could use up the 2 s that workers have after a failure.
+    program = "from tfdist.launch import cli, supervisor; supervisor._FAILURE_GRACE_SECONDS = 100.0; exit(cli.main())"
+    command = [sys.executable, "-c", program, "run", "--max-restarts=0", "--grace-seconds=100", "--workers=2", script]
+    environ = {**os.environ, "TMPDIR": str(run.directory / "tmp")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 5 and (run.directory / "saved").exists(), done.stderr
 
 
 def test_child_processes_of_a_worker_end_with_it(run):
@@ -499,13 +509,26 @@ def test_a_worker_that_ignores_a_forwarded_signal_is_killed(run):
     assert process.returncode == 143 and run.gone()
 
 
+def test_signals_within_a_second_are_one_request(monkeypatch):
+    now = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(cli, "time", types.SimpleNamespace(monotonic=lambda: now.now))
+    with cli._caught_signals() as caught:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(signum)
+            now.now += 0.4
+        assert caught == [signal.SIGINT]
+        signal.raise_signal(signal.SIGTERM)
+        assert caught == [signal.SIGINT, signal.SIGTERM]
+
+
 def test_a_second_separate_ctrl_c_kills_at_once(run):
     with run.start("--workers", 2, "--grace-seconds", 600, run.script(DEAF)) as process:
         run.wait_for_pids(2)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a single request
-            process.send_signal(signum)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(2)  # A request within a second of the first counts as the same.
+        process.send_signal(signal.SIGINT)
+        while "SIGINT: ending the workers" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(1.2)  # A request within a second of the first counts as the same.
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 130 and run.gone()
@@ -523,14 +546,14 @@ def test_workers_end_with_a_killed_launcher(run, tee):
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_output_is_dropped_if_the_streams_are_closed(run, closed):
     """The guard must not read the output either, or it would kill the process groups of the printed numbers."""
-    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     script = run.script(
         f"""
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "1000"])
         print({bystander.pid}, file=sys.stderr)
         print({bystander.pid})
         leave(f"pid-child-{{worker}}", child.pid)
-        time.sleep(60)
+        time.sleep(1000)
         """
     )
     command = shlex.join([sys.executable, "-m", "tfdist.launch.cli", "run", "--workers", "2", script])
@@ -548,7 +571,7 @@ def test_output_is_dropped_if_the_streams_are_closed(run, closed):
 
 
 def test_a_log_dir_serves_one_run_at_a_time(run):
-    command = ["--workers", 1, "--log-dir", run.directory / "logs", run.script(ARRIVE + "time.sleep(60)")]
+    command = ["--workers", 1, "--log-dir", run.directory / "logs", run.script(ARRIVE + "time.sleep(600)")]
     with run.start(*command) as first:
         run.wait_for_pids(1)
         code, _, err = run.finish(*command)
@@ -556,6 +579,7 @@ def test_a_log_dir_serves_one_run_at_a_time(run):
         log = run.directory / "logs" / "attempt-0" / "worker-0.log"
         assert log.exists() and is_alive(run.pids()["pid-0"])
         first.kill()
+    assert run.gone()
     code, _, err = run.finish(*command[:-1], run.script('print("next")'))
     assert code == 0 and log.read_text() == "next\n", err
     assert {path.name for path in (run.directory / "logs").iterdir()} == {"attempt-0", "earlier", "run.json"}
