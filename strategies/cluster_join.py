@@ -68,6 +68,8 @@ def join(cluster_resolver, options, connect):
         leave_together(board, liveness, options.shutdown_timeout_seconds)
         if cluster.worker_id:
             watch_chief(jobs, liveness, board, options.heartbeat_timeout_seconds)
+        else:
+            board.show_life()
 
 
 def _on_loss(board, addresses, worker):

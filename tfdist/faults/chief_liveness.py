@@ -21,7 +21,8 @@ def watch_chief(
 ) -> None:
     """Checks worker 0 regularly in a thread; if worker 0 does not answer, collectives fail with an error that names it.
 
-    Costs worker 0 ten messages per timeout. TensorFlow's threads answer, even while Python's threads are busy.
+    Costs worker 0 ten messages per timeout. TensorFlow's threads answer, even while Python's threads are busy. Worker 0
+    calls `CoordinationStore.show_life` meanwhile.
 
     Args:
       jobs: The cluster: addresses of tasks by job.
@@ -29,7 +30,7 @@ def watch_chief(
       board: The coordination store of this worker.
       timeout_seconds: How long heartbeats may fail.
     """
-    health = PeerProbe(jobs, _SILENCE_PART * timeout_seconds)
+    health = PeerProbe(jobs, _SILENCE_PART * timeout_seconds, board)
     stopping = threading.Event()
 
     def watch() -> None:

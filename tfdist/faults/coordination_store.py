@@ -19,6 +19,7 @@ DONE = "done"
 OVER = "over"
 """The subject that names the first worker to end its program. Every worker writes it under worker 0's key."""
 
+_LIFE = "life"  # Worker 0 writes a value once, which others read to see whether it answers.
 _LOOK_SECONDS = 0.5  # To read a value that exists already.
 _ASK_SECONDS = 5.0  # Between two checks whether a peer's program has ended.
 
@@ -72,6 +73,21 @@ class CoordinationStore:
         """
         milliseconds = max(1, round(timeout_seconds * 1000))  # 0 would wait forever.
         return json.loads(tf_internals.context.context().get_config_key_value(_key(subject, worker), milliseconds))
+
+    def show_life(self) -> None:
+        """On worker 0: lets peers call `await_life`."""
+        with contextlib.suppress(tf.errors.AlreadyExistsError):
+            self.say_once(_LIFE, True)
+
+    def await_life(self, timeout_seconds: float) -> None:
+        """Returns once worker 0 answers, after it has called `show_life`. Its busy Python threads delay no answer.
+
+        The Python threads of this process go on meanwhile. TensorFlow's own check of a peer stops them until it answers.
+
+        Raises:
+          tf.errors.OpError: If no answer comes in time.
+        """
+        self.hear(_LIFE, 0, timeout_seconds)
 
     def report_error(self, message: str) -> None:
         """Makes all present and future collectives of all workers fail, so that no worker waits forever."""
