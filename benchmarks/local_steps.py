@@ -11,7 +11,9 @@ RATE+DELAY delays each frame in both directions.
     streaming    DiLoCo(every, fragments, overlap_steps): training goes on while a fragment travels
 
 A `fit` runs half a period of `every` steps, and then whole periods, which count. Throughput is steps per second. Each
-variant runs on the unshaped link too, and "of unshaped" compares with that. "Link" is the part of the time in which the
+variant runs on the unshaped link too, and "of unshaped" compares with that. Workers for a link with a delay connect
+while the delay is there: TCP compares a round trip with the shortest one of its connection, and would take a delay that
+comes later for a full queue. "Link" is the part of the time in which the
 link is busy, from the bytes of the busiest interface and the measured rate.
 """
 
@@ -78,8 +80,20 @@ def shaped(lab: Netlab, link: str) -> Iterator[float | None]:
     rate, delay = link_of(link)
     lab.shape(rate)
     measured = None if parse_rate(rate) is None else lab.bits_per_second
-    with lab.delayed(delay) if delay else contextlib.nullcontext():
+    with _delayed(lab, delay):
         yield measured
+
+
+def _delayed(lab: Netlab, seconds: float) -> contextlib.AbstractContextManager[None]:
+    return lab.delayed(seconds) if seconds else contextlib.nullcontext()
+
+
+def of_one_delay(links: Sequence[str]) -> list[list[str]]:
+    """Groups the links by their delay, in order."""
+    groups: dict[float, list[str]] = {}
+    for link in links:
+        groups.setdefault(link_of(link)[1], []).append(link)
+    return list(groups.values())
 
 
 def row_of(answers: Sequence[Answer], rate: float | None) -> dict[str, float]:
@@ -97,13 +111,15 @@ def row_of(answers: Sequence[Answer], rate: float | None) -> dict[str, float]:
 
 
 def measure(lab: Netlab, workers: int, variant: str, links: Sequence[str], record: Record) -> None:
-    """Measures a variant on all links, and adds the rows to the record."""
+    """Measures a variant on links of one delay, and adds the rows to the record."""
     hosts = lab.hosts[:workers]
     warmup, steps = FLAGS.every // 2, FLAGS.periods * FLAGS.every
     lab.shape(_UNSHAPED)
-    with Group(hosts, list(free_ports(workers)), "keras_fit", options_of(variant)) as group:
-        deadline = _WARMUP_SECONDS + _SLOWEST * warmup * _STEP_SECONDS
-        group.train("emulated", alone=False, warmup=1, steps=warmup, timeout_seconds=deadline)
+    with contextlib.ExitStack() as stack:
+        with _delayed(lab, link_of(links[0])[1]):
+            group = stack.enter_context(Group(hosts, list(free_ports(workers)), "keras_fit", options_of(variant)))
+            deadline = _WARMUP_SECONDS + _SLOWEST * warmup * _STEP_SECONDS
+            group.train("emulated", alone=False, warmup=1, steps=warmup, timeout_seconds=deadline)
         for link in links:
             with shaped(lab, link) as rate:
                 deadline = _WARMUP_SECONDS + _SLOWEST * (warmup + steps) * _STEP_SECONDS
@@ -147,7 +163,8 @@ def main(arguments: Sequence[str]) -> None:
     for workers in chosen_workers(["4"], _WORKER_BYTES):
         with Netlab(hosts=workers, rate=None) as lab:
             for variant in chosen("variants", _VARIANTS, _VARIANTS):
-                measure(lab, workers, variant, list(dict.fromkeys(links)), record)
+                for alike in of_one_delay(list(dict.fromkeys(links))):
+                    measure(lab, workers, variant, alike, record)
     print_table(record.rows)
     print(f"Took {(time.monotonic() - begin) / 60:.1f} minutes.")
 

@@ -31,6 +31,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 
@@ -198,6 +199,7 @@ class Netlab:
             if not switch.stdout.readline():
                 raise NetlabError("The switch that delays frames has ended. Its error is above.")
             yield
+            time.sleep(seconds)  # Frames on their way arrive.
         finally:
             switch.kill()
             switch.communicate()

@@ -29,6 +29,12 @@ def test_unknown_links_are_refused(name):
         local_steps.link_of(name)
 
 
+def test_links_of_one_delay_share_their_workers():
+    links = ["none", "100mbit+50ms", "10mbit", "10mbit+50ms", "10mbit+9ms"]
+    expected = [["none", "10mbit"], ["100mbit+50ms", "10mbit+50ms"], ["10mbit+9ms"]]
+    assert local_steps.of_one_delay(links) == expected
+
+
 def test_only_streaming_overlaps():
     local_steps.FLAGS.mark_as_parsed()
     with flagsaver.flagsaver(every=100, fragments=4, overlap_steps=20, codec="int8"):
