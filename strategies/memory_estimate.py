@@ -16,6 +16,7 @@ from tfdist.strategies.collectives.shard_groups import is_group_size
 from tfdist.strategies.compression import from_name
 from tfdist.strategies.compression_policy import OneCodec, policy_of
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
+from tfdist.strategies.local_steps.synchronization import DiLoCo, Synchronization, check_synchronization
 from tfdist.strategies.memory_needs import MemoryNeed, ModelShapes, TensorShape, TrainedWeight, group_sizes, needs_of
 from tfdist.strategies.memory_table import memory_table
 from tfdist.strategies.sharding.elementwise import is_factored, takes_parts
@@ -102,6 +103,7 @@ def estimate_memory(
     *,
     compression: Any = None,
     shard_group_size: int | None = None,
+    synchronization: Synchronization | None = None,
 ) -> MemoryEstimate:
     """Estimates what training needs of the memory of each replica, for each value of `model_sharding`.
 
@@ -119,6 +121,7 @@ def estimate_memory(
       shard_group_size: The argument of the strategy, if groups of replicas divide the model among themselves. It must
         divide `replicas`. A strategy takes such a size if it also fits the devices of a worker: it divides their
         number, or is a multiple of it. With one replica it is ignored.
+      synchronization: The argument of the strategy, if replicas train by local steps. They shard nothing then.
 
     Returns:
       The estimate. `print` shows a table, and `verdict` names the options that fit into a given memory.
@@ -133,6 +136,7 @@ def estimate_memory(
             "`make_model` must be a function that returns a model, so that it can be made without memory for its "
             f"weights, got {make_model!r}."
         )
+    check_synchronization(synchronization, shard_group_size and "optimizer", compression)
     sizes, policy = group_sizes(replicas), policy_of(compression)
     in_groups = shard_group_size is not None
     if in_groups and not (is_group_size(shard_group_size) and (replicas == 1 or shard_group_size in sizes)):
@@ -142,11 +146,13 @@ def estimate_memory(
             f"{shard_group_size!r} for {counted(replicas, 'replica')}. Possible sizes: {possible}."
         )
     with unallocated(make_model) as model:
-        shapes = _shapes_of(model, policy)
+        shapes = _shapes_of(model, policy, synchronization if replicas > 1 else None)
     needs = {each: needs_of(shapes, replicas, each) for each in sizes} or {1: needs_of(shapes, 1)}
     if policy is not None:  # Strategies refuse it with compression.
         for each in needs.values():
             each.pop("parameters", None)
+    if synchronization is not None:  # Strategies refuse to shard with it.
+        needs = {replicas: {None: needs[replicas][None]}}
     group_size = None if replicas == 1 else shard_group_size
     return MemoryEstimate(replicas, needs[group_size or replicas], group_size, needs)
 
@@ -180,13 +186,14 @@ def _random_states_kept() -> Iterator[None]:
         keras_internals.set_global_seed_generator(known)
 
 
-def _shapes_of(model: Any, policy: Any) -> ModelShapes:
+def _shapes_of(model: Any, policy: Any, synchronization: Synchronization | None) -> ModelShapes:
     optimizers = exchanging_optimizers(model)
     for optimizer in optimizers:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     known: set[int] = set()
-    sparse = {id(each) for each in _embedding_tables(model)}  # Their gradients are sparse, without residuals.
+    # Their gradients are sparse, without residuals. The changes of DiLoCo are dense.
+    sparse = {id(each) for each in _embedding_tables(model) if synchronization is None}
     tables = {id(each) for each in _embedding_tables(model, divided=True)}
     weights = []
     for variable in model.trainable_variables:
@@ -195,7 +202,14 @@ def _shapes_of(model: Any, policy: Any) -> ModelShapes:
         weights.append(dataclasses.replace(weight, is_table=id(variable) in tables))
     rest = [each for optimizer in optimizers for each in optimizer.variables if id(each) not in known]
     unique = {id(each): each for each in rest}.values()
-    return ModelShapes(tuple(weights), tuple(map(_shape, unique)), tuple(map(_shape, model.non_trainable_variables)))
+    state, copies = [*map(_shape, unique)], []
+    if isinstance(synchronization, DiLoCo):
+        outer = synchronization.new_outer_optimizer()
+        outer.build(model.trainable_variables)
+        state += map(_shape, outer.variables)
+        copies = [each.value for each in weights] * (2 if synchronization.overlap_steps else 1)
+    others = tuple(map(_shape, model.non_trainable_variables))
+    return ModelShapes(tuple(weights), tuple(state), tuple(copies), others)
 
 
 def _weight(variable: Any, optimizers: list[Any], residual_bytes: int, known: set[int]) -> TrainedWeight:

@@ -67,11 +67,13 @@ class ModelShapes:
     Attributes:
       weights: The weights that are trained.
       other_state: State of the optimizer that is not of the shape of a weight, so that each replica has all of it.
+      local_copies: Copies of weights that replicas keep for local steps.
       other: Variables that are not trained, such as statistics of layers.
     """
 
     weights: tuple[TrainedWeight, ...]
     other_state: tuple[TensorShape, ...] = ()
+    local_copies: tuple[TensorShape, ...] = ()
     other: tuple[TensorShape, ...] = ()
 
     @property
@@ -93,6 +95,7 @@ class MemoryNeed:
       optimizer_state: State of the optimizer.
       accumulated_gradients: Gradients that `gradient_accumulation_steps` adds up.
       residuals: Residuals of compression, kept from step to step.
+      local_copies: With `tfdist.DiLoCo`, the weights of the last synchronization, and changes that travel.
       other: Other variables, such as statistics of layers.
     """
 
@@ -102,6 +105,7 @@ class MemoryNeed:
     optimizer_state: int
     accumulated_gradients: int
     residuals: int
+    local_copies: int
     other: int
 
     @property
@@ -171,6 +175,7 @@ def _whole(model: ModelShapes, replicas: int) -> MemoryNeed:
         optimizer_state=_bytes(state for each in model.weights for state in each.states) + _bytes(model.other_state),
         accumulated_gradients=_bytes(each for weight in model.weights for each in weight.accumulators),
         residuals=sum(_residuals(each, replicas) for each in model.weights) if exchanges else 0,
+        local_copies=_bytes(model.local_copies) if exchanges else 0,
         other=_bytes(model.other),
     )
 

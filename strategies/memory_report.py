@@ -27,6 +27,7 @@ class MemoryReport:
       optimizer_state: State of optimizers.
       accumulated_gradients: Gradients that `gradient_accumulation_steps` adds up.
       residuals: Residuals of compression, kept from step to step.
+      local_copies: With `tfdist.DiLoCo`, the weights of the last synchronization, and changes that travel.
       other: Other variables, such as statistics of layers and metrics.
       whole_optimizer_state: The same as `optimizer_state`, without sharding.
       whole_weights: The same as `weights` and `gradients`, without sharding.
@@ -37,6 +38,7 @@ class MemoryReport:
     optimizer_state: int
     accumulated_gradients: int
     residuals: int
+    local_copies: int
     other: int
     whole_optimizer_state: int
     whole_weights: int
@@ -74,8 +76,8 @@ class MadeVariables:
         """Notes a new variable."""
         self._known.append(weakref.ref(variable))
 
-    def report(self, residuals: int) -> MemoryReport:
-        """Returns the memory of the variables; `residuals` are those of a replica in bytes."""
+    def report(self, residuals: int, local_copies: int) -> MemoryReport:
+        """Returns the memory of the variables; `residuals` and `local_copies` are those of a replica in bytes."""
         variables = [variable for known in self._known if (variable := known()) is not None]
         kinds: dict[str, list[Any]] = {}
         for variable in variables:
@@ -88,6 +90,7 @@ class MadeVariables:
             optimizer_state=_on_one_replica(state),
             accumulated_gradients=_on_one_replica(kinds.get("accumulated_gradients", ())),
             residuals=residuals,
+            local_copies=local_copies,
             other=_on_one_replica(kinds.get("other", ())),
             whole_optimizer_state=sum(map(_whole_bytes, state)),
             whole_weights=sum(map(_whole_bytes, kinds.get("weights", ()))),

@@ -285,7 +285,9 @@ class ReplicatedStrategy:
         Counts the variables that were made in the scope and that the program still holds. `print` shows a table.
         """
         residuals = 0 if self.communication is None else self.communication.memory_bytes()
-        return self.extended.made_variables.report(residuals // len(self.extended.worker_devices))
+        training = self.extended.local_training
+        copies = 0 if training is None else training.copied_bytes()
+        return self.extended.made_variables.report(residuals // len(self.extended.worker_devices), copies)
 
     @tf_internals.unconverted
     def distributed_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

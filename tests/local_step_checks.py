@@ -250,6 +250,16 @@ def steps_while_the_peer_waits(placement, synchronization, until, path):
     return taken, model.get_weights()
 
 
+def memory_of(placement, synchronization):
+    """Returns the memory report after a step."""
+    strategy = strategy_of(placement, synchronization=synchronization)
+    start_anew()
+    with strategy.scope():
+        model = compiled()
+    model.fit(*data(1), batch_size=BATCH, verbose=0)
+    return strategy.memory_report()
+
+
 def bytes_of_fit(placement, synchronization, compression, steps):
     """Returns the bytes that this worker has sent to peers in some steps of a model with 40,000 parameters."""
     strategy = strategy_of(placement, compression, synchronization=synchronization)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import embedding_checks
+import local_step_checks
 import sharding_checks as checks
 import tfdist
 from tfdist.launch import cli
@@ -142,6 +143,25 @@ def test_the_estimate_equals_the_memory_of_a_job(optimizer, pools):
         need = estimate.needs[mode]
         assert (need.weights, need.accumulated_gradients) == (weights, accumulated)
         assert need.optimizer_state == pytest.approx(state, abs=40)  # Adafactor's scalars are no state in the report.
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("synchronization", "copies"), [(tfdist.LocalSGD(4), 0), (tfdist.DiLoCo(4), 1), (local_step_checks.STREAMING, 2)]
+)
+def test_local_steps_keep_copies_of_weights_and_shard_nothing(synchronization, copies):
+    needs = tfdist.estimate_memory(local_step_checks.compiled, 2, synchronization=synchronization).needs
+    assert list(needs) == [None]
+    assert needs[None].local_copies == copies * needs[None].weights
+
+
+def test_the_estimate_equals_the_memory_of_local_steps(pools):
+    synchronization = local_step_checks.STREAMING
+    need = tfdist.estimate_memory(local_step_checks.compiled, 2, synchronization=synchronization).needs[None]
+
+    report = pools("1x2").run(local_step_checks.memory_of, "1x2", synchronization)[0]
+    assert need.local_copies == report.local_copies == 2 * report.weights
+    assert need.optimizer_state == pytest.approx(report.optimizer_state, abs=40)  # Each fragment has scalars of its own.
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])

@@ -79,6 +79,10 @@ class LocalTraining:
         if id(model) in self._trained:
             self._trained[id(model)].await_averages()
 
+    def copied_bytes(self) -> int:
+        """Returns the bytes of the copies of weights that each replica keeps, without the state of optimizers."""
+        return sum(outer.copied_bytes() for trained in self._trained.values() for outer in trained.outer)
+
     def _of(self, owner: Any) -> TrainedWeights:
         if id(owner) not in self._trained:
             self._trained[id(owner)] = TrainedWeights(self.synchronization, self._strategy(), self._background)

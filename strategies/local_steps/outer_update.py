@@ -67,6 +67,11 @@ class OuterUpdate:
             named |= {f"optimizer/{i}@{replica}": each for i, each in enumerate(own)}
         return named
 
+    def copied_bytes(self) -> int:
+        """Returns the bytes of the copies of weights that each replica keeps."""
+        copies = [*self.starts[0], *(self.travelling[0] if self.travelling else [])]
+        return sum(each.shape.num_elements() * each.dtype.size for each in copies)
+
     def begin(self, replica: int) -> None:
         """Keeps the weights before their first update since the last synchronization.
 

@@ -28,6 +28,7 @@ MODEL_MEMORY = {
     "optimizer_state": "optimizer state",
     "accumulated_gradients": "accumulated gradients",
     "residuals": "residuals of compression",
+    "local_copies": "copies of weights for local steps",
     "other": "other variables",
 }
 """The kinds of memory of a model, each with its name for people."""
