@@ -79,6 +79,14 @@ class LocalTraining:
         if id(model) in self._trained:
             self._trained[id(model)].await_averages()
 
+    def take_travel_times(self) -> tuple[float, float]:
+        """Returns the seconds of the longest journey of a fragment, and those that steps waited, since the last call.
+
+        Only journeys that overlap with steps count.
+        """
+        times = [each.times.take() for trained in self._trained.values() for each in trained.travelling]
+        return max((longest for longest, _ in times), default=0.0), sum(waited for _, waited in times)
+
     def copied_bytes(self) -> int:
         """Returns the bytes of the copies of weights that each replica keeps, without the state of optimizers."""
         return sum(outer.copied_bytes() for trained in self._trained.values() for outer in trained.outer)

@@ -12,6 +12,7 @@ from tfdist.strategies.local_steps.averaging import average, share_of
 from tfdist.strategies.local_steps.background_exchanges import BackgroundExchanges
 from tfdist.strategies.local_steps.outer_update import OuterUpdate, merged
 from tfdist.strategies.local_steps.own_thread import apart
+from tfdist.strategies.local_steps.travel_times import TravelTimes
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.step import Step, current_step
 
@@ -27,6 +28,7 @@ class TravellingFragment:
       background: Runs exchanges beside steps; `None` if they run in the steps of arrivals.
 
     Attributes:
+      times: How long the fragment travelled in the background, and how long steps waited for it.
       outer: The outer updates of the fragment.
       statistics: Statistics that travel with the fragment.
       travels: Whether the fragment has departed and not arrived, bool [], by replica of this worker.
@@ -37,6 +39,7 @@ class TravellingFragment:
 
     def __init__(self, strategy: Any, background: BackgroundExchanges | None):
         self._strategy, self._background = strategy, background
+        self.times = TravelTimes()
         self.outer: list[OuterUpdate] = []
         self.statistics: list[Any] = []
         self._copies: list[list[tf.Variable]] = []  # Copies of statistics, by statistic and replica.
@@ -125,9 +128,14 @@ class TravellingFragment:
     def _await(self, step: Step) -> tf.Tensor:
         if self._background is None:
             return self.exchange(step)
-        # An operation without a thread of its own, since the exchange may need all threads of TensorFlow.
-        has_succeeded = tf.raw_ops.QueueDequeueV2(handle=self._done.queue_ref, component_types=[tf.bool])[0]
+        with tf.control_dependencies([tf.numpy_function(self._begin_wait, [], tf.bool)]):
+            # An operation without a thread of its own, since the exchange may need all threads of TensorFlow.
+            has_succeeded = tf.raw_ops.QueueDequeueV2(handle=self._done.queue_ref, component_types=[tf.bool])[0]
         return tf.cond(has_succeeded, lambda: tf.constant(True), self._fail)
+
+    def _begin_wait(self) -> bool:
+        self.times.begin_wait()
+        return True
 
     def _fail(self) -> tf.Tensor:
         extended = self._strategy.extended
@@ -157,6 +165,7 @@ class TravellingFragment:
 
     def _start(self, function: Callable[[], Any]) -> bool:
         assert self._background is not None
+        self.times.depart()
         self._background.start(functools.partial(self._run, function))
         return True
 
@@ -165,6 +174,7 @@ class TravellingFragment:
             function()
         except Exception as error:  # On any error, which the step of the arrival raises.
             self._error = error
+        self.times.end()
         with tf.device("CPU:0"):
             self._done.enqueue(self._error is None)
 

@@ -1,0 +1,61 @@
+"""How long a fragment of the weights travels, and how long steps wait for it."""
+
+import threading
+import time
+from collections.abc import Callable
+
+_LEAST_SECONDS, _LEAST_PART = 1.0, 0.05  # Shorter waits, and smaller parts of an epoch, are not worth a warning.
+
+
+class TravelTimes:
+    """The times of one fragment, from its departures to its averages. Several threads may call all methods.
+
+    The first journey does not count, since its operations are compiled meanwhile.
+
+    Args:
+      clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._lock = clock, threading.Lock()
+        self._departed: float | None = None  # The time of the departure, while the fragment travels.
+        self._awaited: float | None = None  # Since when a step waits for it.
+        self._counts = False
+        self._longest = self._waited = 0.0
+
+    def depart(self) -> None:
+        """Notes that the fragment departs."""
+        with self._lock:
+            self._departed, self._awaited = self._clock(), None
+
+    def begin_wait(self) -> None:
+        """Notes that a step needs the averages, which may be there already."""
+        with self._lock:
+            if self._departed is not None:
+                self._awaited = self._clock()
+
+    def end(self) -> None:
+        """Notes that the averages are there."""
+        with self._lock:
+            now = self._clock()
+            if self._counts and self._departed is not None:
+                self._longest = max(self._longest, now - self._departed)
+                self._waited += 0.0 if self._awaited is None else now - self._awaited
+            self._departed, self._awaited, self._counts = None, None, True
+
+    def take(self) -> tuple[float, float]:
+        """Returns the seconds of the longest journey, and those that steps have waited, since the last call."""
+        with self._lock:
+            taken, self._longest, self._waited = (self._longest, self._waited), 0.0, 0.0
+            return taken
+
+
+def advice(longest: float, waited: float, seconds: float) -> str | None:
+    """Returns a warning about steps that have waited in an epoch of some seconds; `None` if they waited little."""
+    if waited < max(_LEAST_SECONDS, _LEAST_PART * seconds):
+        return None
+    return (
+        f"Steps of this worker waited {waited:.1f} s of {seconds:.1f} s for fragments of DiLoCo on their way. A fragment "
+        f"travelled up to {longest:.1f} s, the wait for slower workers included. Give `overlap_steps` so many steps that "
+        "they take longer than this, and `every` accordingly, or send fewer bytes by `fragments` or `compression`."
+    )
