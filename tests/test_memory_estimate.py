@@ -161,7 +161,8 @@ def test_the_estimate_equals_the_memory_of_local_steps(pools):
 
     report = pools("1x2").run(local_step_checks.memory_of, "1x2", synchronization)[0]
     assert need.local_copies == report.local_copies == 2 * report.weights
-    assert need.optimizer_state == pytest.approx(report.optimizer_state, abs=40)  # Each fragment has scalars of its own.
+    # Each fragment has scalars of its own.
+    assert need.optimizer_state == pytest.approx(report.optimizer_state, abs=40)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])

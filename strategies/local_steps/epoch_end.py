@@ -43,7 +43,8 @@ class SynchronizeEpochs(keras.callbacks.Callback):
 
     def _advise(self, training: Any) -> None:
         """Warns once in a `fit` if many steps of the epoch have waited for fragments on their way."""
-        warning = advice(*training.take_travel_times(), time.monotonic() - self._begun)
+        longest, waited = training.take_travel_times()
+        warning = advice(longest, waited, time.monotonic() - self._begun)
         if warning is not None and not self._has_warned:
             self._has_warned = True
             logging.warning(warning)

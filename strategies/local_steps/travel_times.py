@@ -55,7 +55,7 @@ def advice(longest: float, waited: float, seconds: float) -> str | None:
     if waited < max(_LEAST_SECONDS, _LEAST_PART * seconds):
         return None
     return (
-        f"Steps of this worker waited {waited:.1f} s of {seconds:.1f} s for fragments of DiLoCo on their way. A fragment "
-        f"travelled up to {longest:.1f} s, the wait for slower workers included. Give `overlap_steps` so many steps that "
-        "they take longer than this, and `every` accordingly, or send fewer bytes by `fragments` or `compression`."
+        f"Steps of this worker waited {waited:.1f} s of {seconds:.1f} s for fragments of DiLoCo on their way. A "
+        f"fragment travelled up to {longest:.1f} s, the wait for slower workers included. Raise `overlap_steps` until so "
+        "many steps take longer than this, or send fewer bytes by `fragments` or `compression`."
     )

@@ -76,13 +76,14 @@ class CoordinationStore:
 
     def show_life(self) -> None:
         """On worker 0: lets peers call `await_life`."""
-        with contextlib.suppress(tf.errors.AlreadyExistsError):
+        # An error means that it is written already, or that a worker is lost, which the next exchange tells.
+        with contextlib.suppress(tf.errors.OpError):
             self.say_once(_LIFE, True)
 
     def await_life(self, timeout_seconds: float) -> None:
         """Returns once worker 0 answers, after it has called `show_life`. Its busy Python threads delay no answer.
 
-        The Python threads of this process go on meanwhile. TensorFlow's own check of a peer stops them until it answers.
+        The Python threads of this process go on meanwhile. TensorFlow's own check of a peer stops them.
 
         Raises:
           tf.errors.OpError: If no answer comes in time.
