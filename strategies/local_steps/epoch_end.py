@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from absl import logging
 
-from tfdist.strategies.local_steps.travel_times import advice
+from tfdist.strategies.local_steps.travel_times import is_long
 
 
 class SynchronizeEpochs(keras.callbacks.Callback):
@@ -44,10 +44,15 @@ class SynchronizeEpochs(keras.callbacks.Callback):
     def _advise(self, training: Any) -> None:
         """Warns once in a `fit` if many steps of the epoch have waited for fragments on their way."""
         longest, waited = training.take_travel_times()
-        warning = advice(longest, waited, time.monotonic() - self._begun)
-        if warning is not None and not self._has_warned:
+        seconds = time.monotonic() - self._begun
+        if is_long(waited, seconds) and not self._has_warned:
             self._has_warned = True
-            logging.warning(warning)
+            logging.warning(
+                "Steps of this worker waited %.1f s of %.1f s for fragments of DiLoCo on their way. A fragment "
+                "travelled up to %.1f s, the wait for slower workers included. Raise `overlap_steps` until so many "
+                "steps take longer than this, or send fewer bytes by `fragments` or `compression`.",
+                *(waited, seconds, longest),
+            )
 
 
 class SynchronizeMembers(keras.callbacks.Callback):

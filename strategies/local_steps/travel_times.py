@@ -50,12 +50,6 @@ class TravelTimes:
             return taken
 
 
-def advice(longest: float, waited: float, seconds: float) -> str | None:
-    """Returns a warning about steps that have waited in an epoch of some seconds; `None` if they waited little."""
-    if waited < max(_LEAST_SECONDS, _LEAST_PART * seconds):
-        return None
-    return (
-        f"Steps of this worker waited {waited:.1f} s of {seconds:.1f} s for fragments of DiLoCo on their way. A "
-        f"fragment travelled up to {longest:.1f} s, the wait for slower workers included. Raise `overlap_steps` until so "
-        "many steps take longer than this, or send fewer bytes by `fragments` or `compression`."
-    )
+def is_long(waited: float, seconds: float) -> bool:
+    """Whether steps that waited some seconds in an epoch of `seconds` are worth a warning."""
+    return waited >= max(_LEAST_SECONDS, _LEAST_PART * seconds)
