@@ -1,4 +1,4 @@
-"""What worker 0 tells the supervisor in a job that goes on without lost workers. Does not load TensorFlow."""
+"""The message of worker 0 to the supervisor in a job that goes on without lost workers. Does not load TensorFlow."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class MembersRecord:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "MembersRecord":
-        """Returns the record of which `to_json` returned the JSON.
+        """Makes a record from the JSON that `to_json` has returned.
 
         Raises:
           KeyError: If a part is missing; `ValueError` or `TypeError` if it has another form.

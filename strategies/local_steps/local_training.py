@@ -80,9 +80,9 @@ class LocalTraining:
             self._trained[id(model)].await_averages()
 
     def take_travel_times(self) -> tuple[float, float]:
-        """Returns the seconds of the longest journey of a fragment, and those that steps waited, since the last call.
+        """Returns the longest time that a fragment travelled, and the time that steps waited, since the last call.
 
-        Only journeys that overlap with steps count.
+        Both are in seconds. Only exchanges that overlap with steps count.
         """
         times = [each.times.take() for trained in self._trained.values() for each in trained.travelling]
         return max((longest for longest, _ in times), default=0.0), sum(waited for _, waited in times)

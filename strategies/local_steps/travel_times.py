@@ -10,7 +10,7 @@ _LEAST_SECONDS, _LEAST_PART = 1.0, 0.05  # Shorter waits, and smaller parts of a
 class TravelTimes:
     """The times of one fragment, from its departures to its averages. Several threads may call all methods.
 
-    The first journey does not count, since its operations are compiled meanwhile.
+    The first exchange does not count, since TensorFlow compiles its operations meanwhile.
 
     Args:
       clock: Returns seconds.
@@ -44,7 +44,7 @@ class TravelTimes:
             self._departed, self._awaited, self._counts = None, None, True
 
     def take(self) -> tuple[float, float]:
-        """Returns the seconds of the longest journey, and those that steps have waited, since the last call."""
+        """Returns the longest time from departure to averages, and the time that steps waited, since the last call."""
         with self._lock:
             taken, self._longest, self._waited = (self._longest, self._waited), 0.0, 0.0
             return taken

@@ -41,7 +41,7 @@ class LostWorkers:
           worker: The worker.
           now: The time, in seconds.
           place: The place of the failure, or `None` if it is unknown.
-          told: What worker 0 has told.
+          told: The newest record of worker 0.
           was_killed: Whether a signal ended the worker.
         """
         joins = told.joins.get(worker, 0)
