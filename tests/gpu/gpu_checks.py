@@ -29,6 +29,14 @@ CODECS = {
     "topk_momentum": compression.TopK(0.05, momentum=0.9, **SMALL),
     "powersgd": compression.PowerSGD(2, **SMALL),
 }
+LOCAL_STEPS = {
+    "LocalSGD": lambda: tfdist.LocalSGD(every=4),
+    "DiLoCo": lambda: tfdist.DiLoCo(every=4),
+    # Fragments depart after steps 2 and 4, and arrive two steps later, in epochs of 6 steps.
+    "streaming DiLoCo": lambda: tfdist.DiLoCo(every=4, fragments=2, overlap_steps=2),
+    "LocalSGD of each step": lambda: tfdist.LocalSGD(every=1),
+    "DiLoCo of each step": lambda: tfdist.DiLoCo(every=1, outer_optimizer=keras.optimizers.SGD(1.0)),
+}
 
 
 def devices():
@@ -36,13 +44,13 @@ def devices():
     return [f"{KIND}:{number}" for number in range(len(tf.config.list_logical_devices(KIND)))]
 
 
-def strategy(placement, codec=None, hierarchical=False, sharding=None):
+def strategy(placement, codec=None, hierarchical=False, sharding=None, local_steps=None):
     """Returns the strategy of these arguments, the same at each call."""
-    return _strategy(placement, codec, hierarchical, sharding)
+    return _strategy(placement, codec, hierarchical, sharding, local_steps)
 
 
 @functools.cache
-def _strategy(placement, codec, hierarchical, sharding):
+def _strategy(placement, codec, hierarchical, sharding, local_steps):
     """Makes a strategy once in this process.
 
     Args:
@@ -50,17 +58,18 @@ def _strategy(placement, codec, hierarchical, sharding):
       codec: Name of a codec, or `None`.
       hierarchical: Whether the devices of a process reduce by hierarchical copies.
       sharding: The `model_sharding` of the strategy.
+      local_steps: Name of the `synchronization` of the strategy, or `None`.
     """
     if placement == "plain":
         return None
-    compressed = CODECS[codec] if codec else None
+    kwargs = {"compression": CODECS[codec] if codec else None, "model_sharding": sharding}
+    kwargs["synchronization"] = LOCAL_STEPS[local_steps]() if local_steps else None
     if placement == "mirrored":
         ops = tf.distribute.HierarchicalCopyAllReduce() if hierarchical else None
-        return tfdist.MirroredStrategy(devices(), ops, compression=compressed, model_sharding=sharding)
+        return tfdist.MirroredStrategy(devices(), ops, **kwargs)
     # Two processes share one GPU, which NCCL refuses.
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
-    kwargs = {"compression": compressed, "model_sharding": sharding}
     return tfdist.MultiWorkerMirroredStrategy(communication_options=options, **kwargs)
 
 
