@@ -6,10 +6,12 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
 import sys
 
 import pytest
 
+from tfdist.launch.worker_group import describe_exit
 from tfdist.testing import WorkerPool, virtual_devices
 from untuned_pipelines import untune_pipelines
 
@@ -91,6 +93,22 @@ def pytest_collection_finish():
 def sizes(placement):
     """Returns the number of workers of a placement such as "2x1", and of devices in each worker."""
     return (1, 1) if placement == "single" else tuple(map(int, placement.split("x")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Says how a test process of pytest-xdist has ended, if it has ended by itself: its own output is lost."""
+    if error:
+        process = node.gateway._io.popen
+        end = subprocess_end(process)
+        print(f"\nThe test process {node.gateway.id}, {process.pid}, {end}.", file=sys.__stderr__, flush=True)
+
+
+def subprocess_end(process):
+    try:
+        return describe_exit(process.wait(10))
+    except subprocess.TimeoutExpired:
+        return "still runs, but its connection is closed"
 
 
 class QuickPool(WorkerPool):
