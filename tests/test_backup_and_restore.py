@@ -54,6 +54,14 @@ def assert_equal(resumed, unbroken):
     assert resumed["residual"] == unbroken["residual"]
 
 
+@pytest.fixture(autouse=True)
+def no_training_listens():
+    """Ends the watches of broken trainings, since the process of the tests would answer later signals as they do."""
+    yield
+    while preemption._installed is not None:
+        preemption.uninstall()
+
+
 def by_default(rows, names):
     """Returns the names of `rows`, marked `exhaustive` unless they are in `names`."""
     return [name if name in names else pytest.param(name, marks=pytest.mark.exhaustive) for name in rows]

@@ -300,6 +300,22 @@ def test_ctrl_c_keeps_its_usual_handler(before, expected):
     assert code == expected and "asked" not in output
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_handler_that_the_program_sets_later_gets_the_signal_alone(signum):
+    code, output, _ = preempted(
+        f"""
+        def mine(signum, frame):
+            print("mine", was_asked.wait(1), flush=True)
+            os._exit(4)
+        signal.signal({int(signum)}, mine)
+        print("ready")
+        time.sleep(60)
+        """,
+        signum,
+    )
+    assert code == 4 and "mine False" in output and "asked" not in output
+
+
 def test_a_process_that_leaves_without_a_save_logs_it():
     code, output, _ = preempted("print('ready'); was_asked.wait(30); preemption.leave(['worker 1: the disk is full'])")
     assert code == PREEMPTED

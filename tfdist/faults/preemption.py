@@ -63,7 +63,7 @@ def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool]
     """Makes the signals of `strategy.fault_tolerance`, of `tfdist run` and Ctrl-C ask all workers to save and leave.
 
     Ctrl-C keeps its usual effect in an interactive session, where the user continues after it, and where the program
-    handles or ignores it.
+    handles or ignores it. A handler that the program sets later gets its signal alone, except under `tfdist run`.
 
     The signal is noticed at once, also while the main thread waits inside TensorFlow. If no save comes within
     `preemption_timeout_seconds`, for example because a worker is gone, the process still leaves with `PREEMPTED`. It
@@ -242,10 +242,16 @@ class _Preemption:
                 if self._earlier_fd != -1:
                     with contextlib.suppress(OSError):
                         os.write(self._earlier_fd, bytes([signum]))
-                if signum in self._signums and self._signum is None:
+                if not self._answers(signum):
+                    continue
+                if self._signum is None:
                     self._on_signal(signum)
-                elif signum == signal.SIGINT and signum in self._signums:
+                elif signum == signal.SIGINT:
                     self._on_interrupt_again()
+
+    def _answers(self, signum: int) -> bool:
+        """Returns whether a signal is a request. If not, the program has set a handler of its own for it since."""
+        return signum in self._signums and (is_supervised() or signal.getsignal(signum) == self._on_main)
 
     def _on_main(self, signum: int, frame: Any) -> None:
         """The signal handler: if no training is under way, restores the earlier handlers, which then get the signal."""
