@@ -29,7 +29,6 @@ _CLOSE = 1.06  # Choices that take at most this many times the time of the best 
 _HOPELESS = 1.25  # A trial ends early if its steps take this many times the time of the best choice.
 _HIDDEN = 0.03  # Part of a step. If the replicas wait less for the exchange, no codec is worth its arithmetic.
 _EQUAL = 1.02  # Choices that take at most this many times the time of the best one are as fast.
-_MOST_NOISE = 0.02  # How much more the noise of the measurement may add to that.
 _WINDOW = 4  # Steps between two looks at the time of steps while the choice stays. The fastest of them counts.
 _WINDOWS = 3  # Windows in a row that must differ.
 _CHANGED, _CHANGED_MUCH = 1.2, 2.0  # Change of the time that counts after a pause; that counts at any time.
@@ -172,7 +171,7 @@ class CodecTrials:
             if len(rivals) == 1:
                 break
         best = min(times, key=times.__getitem__)
-        chosen = next(each for each in times if times[each] <= times[best] * _as_fast(samples[each], samples[best]))
+        chosen = next(each for each in times if times[each] <= _EQUAL * times[best])
         if chosen != raw:
             measured = MeasuredStep(times[raw], times[raw] - exposed)
             for choice in self._promising(measured, times, chosen):
@@ -184,7 +183,7 @@ class CodecTrials:
                     numbers = yield from _trial(best, times[choice])
                     samples[best] = [each.seconds for each in numbers]
                     times[best] = statistics.median(samples[best])
-                if times[choice] <= times[best] * _as_fast(samples[choice], samples[best]):
+                if times[choice] <= _EQUAL * times[best]:
                     chosen = choice
                     break
         told = ", ".join(f"{self._alternatives.describe(each)} {_ms(times[each])}" for each in times)
@@ -240,19 +239,6 @@ def _is_enough(seconds: Sequence[float]) -> bool:
     if min(seconds) > _SLOW_SECONDS:
         return len(seconds) >= _SLOW_SAMPLES
     return len(seconds) >= (_SAMPLES if sum(seconds) >= _QUICK_SECONDS else _QUICK_SAMPLES)
-
-
-def _as_fast(samples: Sequence[float], of_best: Sequence[float]) -> float:
-    """Returns how many times longer than the best choice another may take to count as fast, by the noise of both."""
-    noise = math.hypot(_relative_error(samples), _relative_error(of_best))
-    return _EQUAL + min(noise, _MOST_NOISE)
-
-
-def _relative_error(samples: Sequence[float]) -> float:
-    """Returns the standard error of the median of samples, as a part of it, without the influence of outliers."""
-    middle = statistics.median(samples)
-    spread = 1.4826 * statistics.median(abs(each - middle) for each in samples)
-    return 1.2533 * spread / math.sqrt(len(samples)) / middle if middle else 0.0
 
 
 def _ms(seconds: float) -> str:
