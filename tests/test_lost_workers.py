@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfdist
 from certificates import Authority
-from launched import SCRIPTS, nothing_left
+from launched import SCRIPTS, eventually, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError, WorkerLostError
 from tfdist.failure_kinds import FailureKind
@@ -25,9 +25,10 @@ from tfdist.launch.lone_restarts import LoneRestarts
 from tfdist.launch.lost_workers import LostWorkers
 from tfdist.launch.worker_group import WorkerExit
 from tfdist.members_record import MembersRecord
-from tfdist.network.tls import TLS_VARIABLES
+from tfdist.network.tls import TLS_VARIABLES, Tls
 from tfdist.run_files import RunFiles
 from tfdist.strategies.elastic.elastic_input import own_rows
+from tfdist.strategies.elastic.member_socket import MemberSocket
 from tfdist.strategies.elastic.outer_step import OuterStep
 from tfdist.strategies.elastic.round_averaging import RoundAveraging
 from tfdist.strategies.elastic.round_chief import RoundChief
@@ -273,12 +274,71 @@ def test_messages_keep_kinds_and_bits():
     arrays = [np.arange(6, dtype="float32").reshape(2, 3).T, np.array([1.5], bfloat16), np.zeros([0, 2]), np.array(7)]
     own, other = socket.socketpair()
     with own, other:
-        send_message(own, Message("weights", {"a": [1, None]}, arrays))
-        received = receive_message(other)
+        send_message(MemberSocket(own, SECONDS), Message("weights", {"a": [1, None]}, arrays))
+        received = receive_message(MemberSocket(other, SECONDS))
     assert (received.kind, received.fields) == ("weights", {"a": [1, None]})
     for array, sent in zip(received.arrays, arrays, strict=True):
         assert array.dtype == sent.dtype
         np.testing.assert_array_equal(array, sent)
+
+
+def connected(is_tls, directory):
+    """Returns both ends of a connection between two workers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = socket.create_connection(server.getsockname(), timeout=SECONDS)
+        other, _ = server.accept()
+    if not is_tls:
+        return own, other
+    tls = Tls(Authority(directory).worker())
+    accepted = []
+    accepting = threading.Thread(target=lambda: (accepted.append(tls.accept(other)), accepted[0].do_handshake()))
+    accepting.start()
+    own = tls.connect(own, "127.0.0.1")
+    accepting.join(SECONDS)
+    return own, accepted[0]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def ends(request, tmp_path):
+    own, other = connected(request.param, tmp_path)
+    with own, other:
+        yield MemberSocket(own, 0.2), MemberSocket(other, 0.2)
+
+
+def test_each_byte_is_a_sign_of_life(ends):
+    own, other = ends
+    received = []
+    receiving = threading.Thread(target=lambda: received.append(other.receive_exactly(4)))
+    receiving.start()
+    for byte in b"slow":
+        before = other.heard
+        own.send_all(bytes([byte]))
+        assert eventually(lambda before=before: other.heard > before)
+    receiving.join(SECONDS)
+    assert received == [b"slow"]
+
+
+def test_messages_travel_in_both_directions_at_once(ends):
+    sent = [np.random.default_rng(i).bytes(5_000_000) for i in range(2)]
+    for end in ends:
+        end._silence_seconds = SECONDS
+    received = [None, None]
+
+    def receive(i):
+        received[i] = bytes(ends[i].receive_exactly(len(sent[i])))
+
+    threads = [threading.Thread(target=receive, args=[i]) for i in range(2)]
+    threads += [threading.Thread(target=ends[i].send_all, args=[sent[1 - i]]) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert received == sent
+
+
+def test_a_peer_that_takes_no_bytes_ends_the_sending(ends):
+    with pytest.raises(TimeoutError, match="has taken no bytes"):
+        ends[0].send_all(bytes(100_000_000))
 
 
 class Job:

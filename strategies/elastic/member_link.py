@@ -1,12 +1,11 @@
 """One end of the connection between worker 0 and another worker of a job that goes on without lost workers."""
 
-import contextlib
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 
+from tfdist.strategies.elastic.member_socket import MemberSocket
 from tfdist.strategies.elastic.round_messages import Message, receive_message, send_message
 
 BEAT_SECONDS = 1.0
@@ -15,6 +14,8 @@ _BEAT = "beat"
 
 class MemberLink:
     """A connection with a thread that receives its messages. Both ends send a sign of life every second.
+
+    Each byte of a message is a sign of life too, since a large message may take long on a slow link.
 
     Args:
       connection: The connection, after its handshake.
@@ -30,14 +31,10 @@ class MemberLink:
         on_message: Callable[["MemberLink", Message], None],
         on_end: Callable[["MemberLink", str], None],
     ):
-        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        limit = struct.pack("ll", int(silence_seconds), int(silence_seconds % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._connection, self._silence_seconds = connection, silence_seconds
+        self._socket, self._silence_seconds = MemberSocket(connection, silence_seconds), silence_seconds
         self._on_message, self._on_end = on_message, on_end
         self._lock = threading.Lock()
-        self.heard = time.monotonic()
         self._is_closed = threading.Event()
         for target in (self._receive, self._beat):
             threading.Thread(target=target, name="tfdist-member", daemon=True).start()
@@ -45,40 +42,39 @@ class MemberLink:
     @property
     def is_silent(self) -> bool:
         """Whether the peer has sent nothing for too long."""
-        return time.monotonic() - self.heard > self._silence_seconds
+        return time.monotonic() - self._socket.heard > self._silence_seconds
 
     def send(self, message: Message) -> None:
         """Sends a message. Raises `OSError` if the connection fails, or the peer takes nothing for too long."""
         with self._lock:
-            send_message(self._connection, message)
+            send_message(self._socket, message)
 
     def close(self) -> None:
         """Ends the connection, so that the peer notices it."""
         self._is_closed.set()
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        self._socket.end()
 
     def _receive(self) -> None:
         why = "the connection was closed"
         try:
             while True:
-                message = receive_message(self._connection)
-                self.heard = time.monotonic()
+                message = receive_message(self._socket)
                 if message.kind != _BEAT:
                     self._on_message(self, message)
         except (OSError, ValueError, KeyError) as error:
             why = str(error)
         finally:
             self._is_closed.set()
-            with contextlib.suppress(OSError):
-                self._connection.close()
+            self._socket.end()
+            with self._lock:  # Not while a message is sent, since the number of a closed socket may be given away.
+                self._socket.close()
             self._on_end(self, why)
 
     def _beat(self) -> None:
         while not self._is_closed.wait(BEAT_SECONDS):
             if self._lock.acquire(blocking=False):  # Otherwise a message is on its way.
                 try:
-                    send_message(self._connection, Message(_BEAT))
+                    send_message(self._socket, Message(_BEAT))
                 except (OSError, ValueError):
                     return
                 finally:
