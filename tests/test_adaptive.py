@@ -90,6 +90,42 @@ def test_without_a_signal_the_noise_scale_is_infinite_and_its_least_value_is_not
     assert noise.value == math.inf and 0 < noise.least < math.inf
 
 
+def test_a_noise_scale_that_rises_is_followed():
+    """The signal falls from 10 to 1 within 100 steps, as it can at the beginning of training."""
+    rng, noise = np.random.default_rng(0), NoiseScale()
+    for step in range(160):
+        signal = 10 ** (1 - min(step / 100, 1))
+        noise.observe(NoiseSample(signal * rng.normal(1, 0.3), 50.0))
+
+    assert noise.value == pytest.approx(50, rel=0.25)
+    assert 0.8 * noise.value < noise.least < noise.value
+
+
+def test_a_constant_noise_scale_is_averaged_over_many_steps():
+    """The mean of 200 samples with weights that fall exponentially has an error of 3 / sqrt(400)."""
+    signals = []
+    for seed in range(30):
+        rng, noise = np.random.default_rng(seed), NoiseScale()
+        for _ in range(600):
+            noise.observe(NoiseSample(rng.normal(1, 3), 50.0))
+        signals.append(noise.signal)
+
+    assert np.sqrt(np.mean((np.array(signals) - 1) ** 2)) < 1.3 * 3 / math.sqrt(400)
+
+
+@pytest.mark.parametrize("weight", [19.0, 180.0])
+def test_the_state_of_an_earlier_version_is_read(weight):
+    """It had one average over 200 steps: its weight, and the means of signal, noise and squared signal."""
+    noise = NoiseScale.restored([weight, 2.0, 60.0, 5.0])
+
+    assert noise.value == 30
+    assert noise.least == pytest.approx(60 / (2 + 1 / math.sqrt(weight)))
+    assert noise.samples == weight
+    for _ in range(200):
+        noise.observe(NoiseSample(1.0, 60.0))
+    assert noise.value == pytest.approx(60, rel=0.05)
+
+
 def test_a_line_through_the_times_of_several_sizes():
     times, rng = StepTime(), np.random.default_rng(0)
     assert times.line() is None
@@ -182,9 +218,9 @@ def feed(made, steps, size=64):
 
 def test_no_decision_before_enough_steps_and_again_after_a_change_of_replicas():
     made = controller()
-    feed(made, LEAST_STEPS // 2)
+    feed(made, LEAST_STEPS - 1)
     assert made.decide(64) is None
-    feed(made, LEAST_STEPS)
+    feed(made, 1)
     decision = made.decide(64)
     assert (decision.before, decision.replicas) == (64, 2) and "noise scale" in str(decision)
     assert not made.must_decide_anew

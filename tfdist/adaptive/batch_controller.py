@@ -103,7 +103,7 @@ class BatchController:
           present: The present global batch size, after changes that are decided already.
         """
         noise_scale = self.noise.least
-        if self.noise.weight < LEAST_STEPS or math.isnan(noise_scale):
+        if self.noise.samples < LEAST_STEPS or math.isnan(noise_scale):
             return None
         line, choice = None, None
         if self._goal == "noise_scale":

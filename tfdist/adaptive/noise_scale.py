@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-MEMORY_STEPS = 200.0
+HORIZONS = (25.0, 50.0, 100.0, 200.0)  # Steps after which a sample has 1/e of its weight.
+LARGEST_DIFFERENCE = 2.0  # Between two averages that agree, in standard errors of the shorter one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,65 +51,130 @@ class NoiseSample:
         return cls(sum_square - noise * (1 / total - (1 / examples if examples else 0.0)), noise)
 
 
+class _Average:
+    """Averages of signal and noise, with weights that fall to 1/e in `horizon` steps."""
+
+    def __init__(self, horizon: float):
+        self._horizon = horizon
+        self.signal = self.noise = self._variance = 0.0
+        self._weight = self._squared_weights = 0.0
+
+    def observe(self, sample: NoiseSample, variance: float) -> None:
+        """Adds the sample of one step, and an estimate of the variance of its signal."""
+        keep = 1 - 1 / self._horizon
+        self._weight = self._weight * keep + 1
+        self._squared_weights = self._squared_weights * keep**2 + 1
+        self.signal += (sample.signal - self.signal) / self._weight
+        self.noise += (sample.noise - self.noise) / self._weight
+        self._variance += (variance - self._variance) / self._weight
+
+    @property
+    def signal_error(self) -> float:
+        """Standard error of the signal."""
+        return math.sqrt(self._variance * self._squared_weights) / self._weight if self._weight else math.nan
+
+    def state(self) -> list[float]:
+        """Returns numbers for `restore`."""
+        return [self.signal, self.noise, self._variance, self._weight, self._squared_weights]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Restores numbers that `state` has returned."""
+        self.signal, self.noise, self._variance, self._weight, self._squared_weights = map(float, state)
+
+    def take_over(self, weight: float, signal: float, noise: float, square: float) -> None:
+        """Restores the numbers of the only average that earlier versions had: its weight, and its mean values."""
+        samples = min(weight, self._horizon)
+        self.restore([signal, noise, max(square - signal**2, 0.0), samples, samples])
+
+
 class NoiseScale:
     """The gradient noise scale: averages of signal and noise over many steps, and their quotient.
 
     The scale is the batch size at which the noise of a step is as large as its signal. Much smaller batches waste no
     example, much larger ones hardly make better steps. The quotient of single steps would be far too noisy and biased,
-    so numerator and denominator are averaged apart, with weights that fall exponentially over `MEMORY_STEPS` steps.
+    so numerator and denominator are averaged apart, with weights that fall exponentially.
+
+    At the beginning of training, the signal can fall by a factor of ten within 100 steps. A long average lags behind
+    then, and makes the noise scale too small. A short one has a larger error. So there is an average for each of
+    `HORIZONS`. The longest one counts that agrees with all shorter ones, within `LARGEST_DIFFERENCE` of their standard
+    errors. These follow from the differences of successive steps, which such a fall hardly changes.
 
     Attributes:
-      weight: Number of steps in the averages; at most `MEMORY_STEPS`.
+      samples: Number of steps that were observed.
     """
 
     def __init__(self) -> None:
-        self.weight = 0.0
-        self._signal = self._noise = self._square = 0.0
+        self.samples = 0
+        self._averages = [_Average(horizon) for horizon in HORIZONS]
+        self._latest = 0.0
 
     def observe(self, sample: NoiseSample) -> None:
         """Adds the sample of one step."""
-        self.weight = self.weight * (1 - 1 / MEMORY_STEPS) + 1
-        self._noise += (sample.noise - self._noise) / self.weight
-        self._signal += (sample.signal - self._signal) / self.weight
-        self._square += (sample.signal**2 - self._square) / self.weight
+        variance = (sample.signal - self._latest) ** 2 / 2 if self.samples else 0.0
+        self._latest = sample.signal
+        self.samples += 1
+        for average in self._averages:
+            average.observe(sample, variance)
+
+    @property
+    def _counting(self) -> _Average:
+        """The average that counts, by the method of Lepski."""
+        agreeing = self._averages[:1]
+        for longer in self._averages[1:]:
+            if any(abs(longer.signal - each.signal) > LARGEST_DIFFERENCE * each.signal_error for each in agreeing):
+                break
+            agreeing.append(longer)
+        return agreeing[-1]
 
     @property
     def signal(self) -> float:
         """Squared norm of the true gradient."""
-        return self._signal
+        return self._counting.signal
 
     @property
     def noise(self) -> float:
         """Trace of the covariance of the gradients of single examples."""
-        return self._noise
+        return self._counting.noise
+
+    @property
+    def signal_error(self) -> float:
+        """Standard error of the signal."""
+        return self._counting.signal_error
 
     @property
     def value(self) -> float:
         """The noise scale in examples; infinite if no signal is seen above the noise, NaN before the first step."""
-        if not self.weight:
+        if not self.samples:
             return math.nan
-        return max(self._noise, 0.0) / self._signal if self._signal > 0 else math.inf
+        return max(self.noise, 0.0) / self.signal if self.signal > 0 else math.inf
 
     @property
     def least(self) -> float:
         """A cautious noise scale, for a signal that is larger by its standard error. Finite after a few steps."""
-        if not self.weight:
+        if not self.samples:
             return math.nan
-        signal = max(self._signal, 0.0) + self.signal_error
-        return max(self._noise, 0.0) / signal if signal > 0 else math.inf
+        signal = max(self.signal, 0.0) + self.signal_error
+        return max(self.noise, 0.0) / signal if signal > 0 else math.inf
 
-    @property
-    def signal_error(self) -> float:
-        """Standard error of the signal, from its spread over the steps."""
-        return math.sqrt(max(self._square - self._signal**2, 0.0) / self.weight) if self.weight else math.nan
-
-    def state(self) -> list[float]:
-        """Returns numbers for `restored`."""
-        return [self.weight, self._signal, self._noise, self._square]
+    def state(self) -> dict[str, Any]:
+        """Returns the state for `restored`."""
+        return {
+            "samples": self.samples,
+            "latest": self._latest,
+            "averages": [each.state() for each in self._averages],
+        }
 
     @classmethod
-    def restored(cls, state: Sequence[Any]) -> "NoiseScale":
-        """Returns a noise scale with the numbers that `state` has returned."""
+    def restored(cls, state: Mapping[str, Any] | Sequence[Any]) -> "NoiseScale":
+        """Returns the noise scale of a result of `state`, also of one of an earlier version with a single average."""
         made = cls()
-        made.weight, made._signal, made._noise, made._square = map(float, state)
+        if isinstance(state, Mapping):
+            made.samples, made._latest = int(state["samples"]), float(state["latest"])
+            for average, numbers in zip(made._averages, state["averages"], strict=True):
+                average.restore(numbers)
+        else:
+            weight, made._latest, noise, square = map(float, state)
+            made.samples = round(weight)
+            for average in made._averages:
+                average.take_over(weight, made._latest, noise, square)
         return made

@@ -172,7 +172,7 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
         rule = self._rule_for(self.model.optimizer)
         AdaptiveBatch.on_train_end(self)  # The callback still listens if an earlier `fit` failed.
         replicas = strategy.num_replicas_in_sync
-        if self._controller.noise.weight == 0:
+        if self._controller.noise.samples == 0:
             self._controller = self._new_controller(rule)
             self._begin_pass()
         self._controller.begin(replicas)
