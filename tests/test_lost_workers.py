@@ -356,8 +356,8 @@ class Job:
     def spec(self, worker, workers):
         return ClusterSpec.local(workers, worker, self.ports)
 
-    def member(self, worker, fit=0, **fields):
-        member = RoundMember(self.spec(worker, self.workers), SECONDS, SILENCE_SECONDS)
+    def member(self, worker, fit=0, seconds=SECONDS, **fields):
+        member = RoundMember(self.spec(worker, self.workers), seconds, SILENCE_SECONDS)
         member.hear("greeting")
         member.send(Message("join", {"fit": fit, **fields}))
         return member
@@ -426,6 +426,13 @@ def test_a_member_that_is_late_is_left_out(job):
 def test_a_missing_worker_is_named_at_the_start(job):
     with pytest.raises(WorkerLostError, match=r"worker 1 at .*worker 2 at"):
         job.chief.await_workers(0, [1, 2], 0.2)
+
+
+def test_a_fit_that_worker_0_does_not_begin_is_an_error(job):
+    job.chief.fit = 0
+    member = job.member(1, fit=1, seconds=3.0)
+    with pytest.raises(ClusterError, match=r"`fit` number 2 of the program, and worker 0 has begun 1"):
+        member.hear("state", fit=1)
 
 
 def test_the_end_of_a_fit_reaches_members_and_late_workers_but_not_those_of_the_next_fit(job):

@@ -123,6 +123,7 @@ class ElasticTraining:
         fit = self._fit = FitInRounds(self._fits, weakref.ref(model), self._executions(model))
         self._fits += 1
         if self._chief is not None:
+            self._chief.fit = fit.number
             return
         self._member.send(Message("join", {"fit": fit.number, "is_warm": False}))
         with self._waiting():

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tfdist.strategies.elastic.member_socket import MemberSocket
 from tfdist.strategies.elastic.round_messages import Message, receive_message, send_message
@@ -22,6 +23,10 @@ class MemberLink:
       silence_seconds: How long the peer may be silent, or take nothing, before it counts as frozen or cut off.
       on_message: Called in a thread of this object with each message but signs of life.
       on_end: Called once in that thread when the connection has ended, with the reason.
+      tells: Returns what signs of life tell the peer, as JSON.
+
+    Attributes:
+      told: What the newest sign of life of the peer tells.
     """
 
     def __init__(
@@ -30,10 +35,12 @@ class MemberLink:
         silence_seconds: float,
         on_message: Callable[["MemberLink", Message], None],
         on_end: Callable[["MemberLink", str], None],
+        tells: Callable[[], dict[str, Any]] = dict,
     ):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._silence_seconds = MemberSocket(connection, silence_seconds), silence_seconds
-        self._on_message, self._on_end = on_message, on_end
+        self._on_message, self._on_end, self._tells = on_message, on_end, tells
+        self.told: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         for target in (self._receive, self._beat):
@@ -59,7 +66,9 @@ class MemberLink:
         try:
             while True:
                 message = receive_message(self._socket)
-                if message.kind != _BEAT:
+                if message.kind == _BEAT:
+                    self.told = message.fields
+                else:
                     self._on_message(self, message)
         except (OSError, ValueError, KeyError) as error:
             why = str(error)
@@ -74,7 +83,7 @@ class MemberLink:
         while not self._is_closed.wait(BEAT_SECONDS):
             if self._lock.acquire(blocking=False):  # Otherwise a message is on its way.
                 try:
-                    send_message(self._socket, Message(_BEAT))
+                    send_message(self._socket, Message(_BEAT, self._tells()))
                 except (OSError, ValueError):
                     return
                 finally:

@@ -36,6 +36,7 @@ class RoundChief:
       on_members: Called with the members, and what else the supervisor must know, whenever they change.
 
     Attributes:
+      fit: Number of the newest `fit` that worker 0 has begun; -1 before the first. Signs of life tell it to workers.
       present: The place of the running `fit`, for workers that must still trace their step; `None` before it has begun.
       late: Returns the answer to a worker that wants to join a `fit` that is over; `None` before the first.
     """
@@ -50,6 +51,7 @@ class RoundChief:
     ):
         self._cluster, self._silence_seconds = cluster, silence_seconds
         self._greeting, self._on_loss, self._on_members = greeting, on_loss, on_members
+        self.fit = -1
         self.present: Message | None = None
         self.late: Callable[[], Message] | None = None
         self._changed = threading.Condition()
@@ -208,6 +210,7 @@ class RoundChief:
                 self._silence_seconds,
                 functools.partial(self._take, worker),
                 functools.partial(self._lose, worker),
+                lambda: {"fit": self.fit},
             )
             with self._changed:
                 if worker in self._links:  # Its process has ended, and a new one is faster than that news.

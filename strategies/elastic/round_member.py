@@ -18,7 +18,7 @@ from tfdist.strategies.elastic.member_link import MemberLink
 from tfdist.strategies.elastic.round_messages import Message
 
 _TRY_SECONDS, _RETRY_SECONDS = 3.0, 0.2
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _LOG_SECONDS = 0.5, 30.0
 
 
 class RoundMember:
@@ -26,7 +26,7 @@ class RoundMember:
 
     Args:
       cluster: The cluster, seen from this worker.
-      timeout_seconds: How long to try to connect.
+      timeout_seconds: How long to try to connect, and to wait until worker 0 begins a `fit`.
       silence_seconds: How long worker 0 may be silent before it counts as lost.
 
     Raises:
@@ -37,6 +37,7 @@ class RoundMember:
         self._address = cluster.training_addresses[0]
         self._heard: queue.SimpleQueue[Message | str] = queue.SimpleQueue()
         self._lost: str | None = None
+        self._timeout_seconds = timeout_seconds
         connection = self._connect(cluster, timeout_seconds)
         self._link = MemberLink(
             connection,
@@ -64,8 +65,10 @@ class RoundMember:
           fit: The `fit` that the message must be about, if it names one.
 
         Raises:
+          ClusterError: If worker 0 does not begin that `fit` in time.
           WorkerLostError: If worker 0 is gone or silent.
         """
+        start = logged = time.monotonic()
         while True:
             if self._lost is not None:
                 raise self._gone(self._lost)
@@ -74,11 +77,28 @@ class RoundMember:
             except queue.Empty:
                 if self._link.is_silent:
                     raise self._gone("it has sent no sign of life") from None
+                if fit is not None and self._link.told.get("fit", fit) < fit:
+                    logged = self._wait_for_fit(fit, start, logged)
                 continue
             if isinstance(heard, str):
                 self._lost = heard
             elif heard.kind in kinds and (fit is None or heard.fields.get("fit", fit) >= fit):
                 return heard
+
+    def _wait_for_fit(self, fit: int, start: float, logged: float) -> float:
+        """Looks at the deadline of a wait for worker 0 to begin a `fit`. Returns when it was logged last."""
+        now, limit = time.monotonic(), self._timeout_seconds
+        begun = self._link.told["fit"] + 1
+        if now - start > limit:
+            raise ClusterError(
+                f"Worker 0 must begin each `fit` within {limit:g} s of the other workers, but this worker waits for "
+                f"`fit` number {fit + 1} of the program, and worker 0 has begun {begun}. Call `fit` equally often on "
+                "all workers, or raise start_timeout_seconds of tfdist.FaultTolerance."
+            )
+        if now - logged < _LOG_SECONDS:
+            return logged
+        logging.warning("waiting %.0f s more for worker 0 to begin `fit` number %d", limit - (now - start), fit + 1)
+        return now
 
     def close(self) -> None:
         """Ends the connection."""
