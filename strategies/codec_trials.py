@@ -26,6 +26,8 @@ _QUICK_SAMPLES, _QUICK_SECONDS = 9, 0.5  # Most steps of a trial, while they tak
 _ROUNDS = 3  # Most trials of a choice.
 _MIXTURES = 2  # Most mixtures of codecs that are tried.
 _CLOSE = 1.06  # Choices that take at most this many times the time of the best one are tried again.
+_UNSURE = 1.1  # If another choice takes at most this many times the time of the best one, all are tried again later.
+_LATER = 300  # Steps until then. The first steps of a program do not show its later speed.
 _HOPELESS = 1.25  # A trial ends early if its steps take this many times the time of the best choice.
 _HIDDEN = 0.03  # Part of a step. If the replicas wait less for the exchange, no codec is worth its arithmetic.
 _EQUAL = 1.02  # Choices that take at most this many times the time of the best one are as fast.
@@ -128,20 +130,24 @@ class CodecTrials:
         return self.order
 
     def _run(self, settled: Choice | None) -> _Steps:
-        reason, pause = "", _PAUSE
+        reason, pause, later = "", _PAUSE, math.inf
         expected: dict[Choice, float] = {}
         if settled is None:
             yield from _idle(TrialOrder(self._alternatives.uncompressed, 0, False), _FIRST)
         while True:
             if settled is None or expected:
                 before = settled
-                settled, reason = yield from self._look(expected)
+                settled, reason, is_sure = yield from self._look(expected)
                 pause = _PAUSE if settled != before else min(2 * pause, _LONGEST_PAUSE)
-            seconds = yield from self._watch(settled, reason, pause)
+                later = math.inf if is_sure or expected else _LATER
+            seconds = yield from self._watch(settled, reason, pause, later)
             expected = {settled: seconds}
 
-    def _look(self, expected: dict[Choice, float]) -> Generator[TrialOrder, Numbers, tuple[Choice, str]]:
-        """Tries the choices; returns the best one and the reason. `expected` has the present choice and its time."""
+    def _look(self, expected: dict[Choice, float]) -> Generator[TrialOrder, Numbers, tuple[Choice, str, bool]]:
+        """Tries the choices; returns the best one, the reason, and whether it is the best one by far.
+
+        `expected` has the present choice and its time.
+        """
         raw, *coded = self._alternatives.all_uniform()
         samples: dict[Choice, list[float]] = {}
         fastest = min(expected.values(), default=math.inf)
@@ -150,9 +156,11 @@ class CodecTrials:
         exposed = statistics.median(each.exposed for each in numbers)
         seconds = statistics.median(samples[raw])
         if exposed < _HIDDEN * seconds:
-            return raw, (
+            return (
+                raw,
                 f"the exchange is hidden behind the computation: replicas wait {_ms(exposed)} of a step of "
-                f"{_ms(seconds)} for it"
+                f"{_ms(seconds)} for it",
+                True,
             )
         rivals = coded
         for turn in range(_ROUNDS):
@@ -187,7 +195,9 @@ class CodecTrials:
                     chosen = choice
                     break
         told = ", ".join(f"{self._alternatives.describe(each)} {_ms(times[each])}" for each in times)
-        return chosen, f"a step takes with {told}"
+        others = [seconds for choice, seconds in times.items() if choice != chosen]
+        is_sure = min(others, default=math.inf) > _UNSURE * times[chosen]
+        return chosen, f"a step takes with {told}", is_sure
 
     def _promising(self, raw: MeasuredStep, times: dict[Choice, float], chosen: Choice) -> list[Choice]:
         """Returns mixtures that encode fewer groups than a choice, but should be as fast; the least lossy first."""
@@ -198,8 +208,8 @@ class CodecTrials:
         fewer = [each for each in mixtures(units, chosen) if each not in times]
         return [each for each in fewer if model.seconds(each) <= _EQUAL * times[chosen]][:_MIXTURES]
 
-    def _watch(self, choice: Choice, reason: str, pause: int) -> Generator[TrialOrder, Numbers, float]:
-        """Keeps a choice until the time of a step has changed. Returns the new time."""
+    def _watch(self, choice: Choice, reason: str, pause: int, later: float) -> Generator[TrialOrder, Numbers, float]:
+        """Keeps a choice until the time of a step has changed, or for `later` steps. Returns the present time."""
         order = TrialOrder(choice, _WINDOW, True)
         yield order._replace(reason=reason)
         yield order  # The first window begins with steps of the trial.
@@ -211,6 +221,8 @@ class CodecTrials:
         while True:
             numbers = yield order
             steps += _WINDOW
+            if steps >= later:
+                return numbers.seconds
             limit = _CHANGED if steps >= pause else _CHANGED_MUCH
             changed = [*changed, numbers.seconds] if not 1 / limit < numbers.seconds / usual < limit else []
             if len(changed) >= _WINDOWS:

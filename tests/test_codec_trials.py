@@ -110,6 +110,19 @@ def test_slow_first_steps_do_not_speak_against_no_codec():
     assert FLOAT16 in training.choices and INT8 in training.choices
 
 
+def test_a_close_choice_is_looked_at_again_when_the_program_has_run_for_long():
+    def seconds(choice):
+        is_early = len(training.choices) < 150
+        return ({RAW: 0.060, FLOAT16: 0.064, INT8: 0.062} if is_early else {RAW: 0.067, FLOAT16: 0.066, INT8: 0.060})[
+            choice
+        ]
+
+    training = Training(seconds, exposed=lambda choice: 0.01)
+    assert training.run(200) == RAW
+    assert training.run(400) == INT8
+    assert training.run(2000) == INT8 and len(training.reasons) == 2
+
+
 def test_trials_of_fast_steps_are_longer():
     fast, slow = Training(of(0.01, 0.02, 0.02)), Training(of(0.2, 0.4, 0.4))
     for each in (fast, slow):
