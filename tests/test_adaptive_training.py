@@ -1,12 +1,15 @@
 """`tfdist.callbacks.AdaptiveBatch` in `fit`: the noise scale, the batch sizes, the learning rate, restarts."""
 
 import shutil
+import types
 
+import keras
 import numpy as np
 import pytest
 
 import adaptive_checks as checks
 import tfdist
+from tfdist.adaptive.batch_controller import LEAST_STEPS, BatchController, BatchDecision
 
 EXAMPLES = 1797
 
@@ -102,3 +105,56 @@ def test_arguments_are_checked():
     for wrong in ({"every": 9}, {"every": "step"}, {"goal": "speed"}, {"learning_rate": 0.1}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             adaptive(sharding(batch_size_range=(8, 32)), **wrong)
+
+
+class Rates(keras.callbacks.Callback):
+    """Records the learning rate of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found.append(float(self.model.optimizer.learning_rate))
+
+
+def test_a_new_optimizer_is_scaled_from_its_first_step_and_the_same_one_only_once():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    of_examples = sharding(batch_size_range=(8, 64))
+    data = strategy.distribute_datasets_from_function(of_examples)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    adaptive = tfdist.callbacks.AdaptiveBatch(of_examples, goal="noise_scale", learning_rate="linear")
+    controller = BatchController((8, 64), 16, 100, "noise_scale", "linear")
+    for _ in range(LEAST_STEPS - 1):  # One too few for a decision.
+        controller.observe((8, 8), (1.0, 1.0), 2.5)
+    adaptive.set_model(model)
+    adaptive.set_state({"controller": controller.state(), "since": 0, "pending": None, "in_force": 2.0})
+    of_examples.resize(32)
+
+    def rate(optimizer):
+        rates = Rates()
+        with strategy.scope():
+            model.compile(optimizer, "mse")
+        model.fit(data, verbose=0, callbacks=[adaptive, rates])
+        return rates.found
+
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.01)
+    for _ in range(2):
+        assert rate(optimizer) == pytest.approx([0.02] * 4)
+
+
+@pytest.mark.parametrize(("rate", "is_told"), [(1.0, False), (1.2, True)])
+def test_a_changed_learning_rate_is_told_also_if_the_size_stays(rate, is_told, caplog):
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    of_examples = sharding(batch_size_range=(8, 64))
+    adaptive = tfdist.callbacks.AdaptiveBatch(of_examples)
+    model = types.SimpleNamespace(distribute_strategy=strategy, steps_per_execution=1)
+    adaptive.set_model(model)
+    decision = BatchDecision(16, 16, rate, 100.0, 0.0, None, 2)
+    adaptive._controller = types.SimpleNamespace(decide=lambda size: decision)
+    with caplog.at_level("WARNING", logger="absl"):
+        adaptive._decide()
+    assert bool(caplog.records) == is_told

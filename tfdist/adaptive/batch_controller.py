@@ -91,6 +91,11 @@ class BatchController:
         """Adds the time of a step with a whole global batch; see `StepTime.observe`."""
         self._times.observe(size, seconds, compute_seconds)
 
+    def follow(self, rule: str | None, size: int) -> None:
+        """Takes a rule for the learning rate, and the factor by it for a global batch size."""
+        self._rule = rule
+        self.scale = learning_rate_scale(rule, size, self._base, self.noise.least)
+
     @property
     def must_decide_anew(self) -> bool:
         """Whether the number of replicas has changed, and enough steps were measured since."""

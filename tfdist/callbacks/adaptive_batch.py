@@ -1,6 +1,7 @@
 """A callback that sets the global batch size and the learning rate while training goes on."""
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
     to which a larger batch makes a step better about in proportion. The goodput of a batch size is the number of
     examples in a second, times how much each of them helps. A decision takes the size with the largest goodput, at most
     a factor of 2 away, if it gains 5 % or more. It also scales the learning rate. All workers decide alike, and the log
-    of the chief says why: a warning for each change, and INFO if the size stays.
+    of the chief says why: a warning for each change of either, and INFO if both stay.
 
     After a restart on another number of workers, step times are measured anew, the noise scale stays, and a decision
     follows after 20 steps. `BackupAndRestore` saves the state. With one replica the noise is not measured, so the batch
@@ -100,6 +101,7 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
         self._sharding, self._every, self._goal, self._rule = sharding, every, goal, learning_rate
         sharding.state.add_setting("adaptive_batch", f"every {every}, {goal}, {learning_rate}")
         self.decisions: list[BatchDecision] = []
+        self._optimizer: Callable[[], Any] = lambda: None  # The one whose learning rate is scaled, weakly.
         self._controller = self._new_controller(None)
         self._begin_pass()
 
@@ -128,6 +130,7 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a result of `get_state`, also with another number of workers."""
+        self._optimizer = weakref.ref(self.model.optimizer)
         self._controller.restore(state["controller"])
         self._controller.begin(self.model.distribute_strategy.num_replicas_in_sync)
         pending = state["pending"]
@@ -175,6 +178,9 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
         if self._controller.noise.samples == 0:
             self._controller = self._new_controller(rule)
             self._begin_pass()
+        elif self._optimizer() is not self.model.optimizer:
+            self._begin_optimizer(rule)
+        self._optimizer = weakref.ref(self.model.optimizer)
         self._controller.begin(replicas)
         if replicas == 1:
             self._tell(
@@ -182,6 +188,12 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
                 "noise is known from a backup of a run with more replicas."
             )
         self._end_listening = listen(strategy.reports.listeners, self._take)
+
+    def _begin_optimizer(self, rule: str | None) -> None:
+        """Scales the learning rate of a new optimizer, chosen for the first batch size, from the first step on."""
+        size = self._sharding.assignments.sizes.latest
+        self._controller.follow(rule, size)
+        self._pending, self._in_force = (size, self._controller.scale), 1.0
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Stops listening to the reports of training steps."""
@@ -241,7 +253,8 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
         if decision.size != decision.before:
             self._sharding.resize(decision.size, multiple=self.model.steps_per_execution)
         self._pending = decision.size, decision.learning_rate_scale
-        self._tell(f"AdaptiveBatch: {decision}.", is_news=decision.size != decision.before)
+        rates = [f"{each:.3g}" for each in (decision.learning_rate_scale, self._in_force)]
+        self._tell(f"AdaptiveBatch: {decision}.", is_news=decision.size != decision.before or rates[0] != rates[1])
 
     def _tell(self, text: str, *, is_news: bool = True) -> None:
         # News are a warning, because absl hides lower levels by default.
