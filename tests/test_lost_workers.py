@@ -23,6 +23,7 @@ from tfdist.failure_kinds import FailureKind
 from tfdist.launch.absences import Absence, Absences
 from tfdist.launch.lone_restarts import LoneRestarts
 from tfdist.launch.lost_workers import LostWorkers
+from tfdist.launch.restart_policy import Chance
 from tfdist.launch.worker_group import WorkerExit
 from tfdist.members_record import MembersRecord
 from tfdist.network.tls import TLS_VARIABLES, Tls
@@ -90,7 +91,8 @@ def test_rows_are_counted_by_worker():
 
 
 def told(joins=None, connections=None, missed_steps=None):
-    return MembersRecord([0], joins or {}, connections or {}, missed_steps or {}, start_seconds=60.0)
+    """The record of workers that have taken part in a synchronization after each join."""
+    return MembersRecord([0], joins or {}, connections or {}, missed_steps or {}, 60.0, joins or {})
 
 
 @pytest.mark.unit
@@ -109,6 +111,27 @@ def test_a_worker_that_fails_starts_again_alone_until_it_does_not_join():
     assert lose(1, 21.0, 2) == 1.0
     assert lose(1, 22.0, 2) is None
     assert lose(2, 22.0, 2) == 0.0
+
+
+@pytest.mark.unit
+def test_a_worker_that_joins_and_fails_before_it_synchronizes_does_not_start_again_without_end():
+    lost = LostWorkers(limit=3, window_seconds=100.0)
+    joined = [dataclasses.replace(told({1: joins}), took_part={}) for joins in range(1, 5)]
+    pauses = [lost.lose(1, 1.0, "exit code 1", record, was_killed=False) for record in joined]
+    assert pauses == [0.0, 1.0, 2.0, None]
+
+
+@pytest.mark.unit
+def test_an_exception_at_the_same_place_starts_a_worker_again_once_even_if_it_took_part():
+    lost = LostWorkers(limit=3, window_seconds=100.0)
+
+    def lose(joins, place, chance):
+        return lost.lose(1, 100.0 * joins, place, told({1: joins}), was_killed=False, chance=chance)
+
+    assert lose(1, "a", Chance.ELSEWHERE) == 0.0
+    assert [lose(joins, "a", Chance.OFTEN) for joins in range(2, 5)] == [0.0] * 3
+    assert lose(5, "b", Chance.ELSEWHERE) == 0.0
+    assert lose(6, "b", Chance.ELSEWHERE) is None
 
 
 @pytest.mark.unit
@@ -155,7 +178,7 @@ def test_absences_have_all_starts_of_a_worker_and_the_steps_that_it_missed():
 
 @pytest.mark.unit
 def test_the_record_of_members_is_the_same_after_its_file():
-    record = MembersRecord([0, 2], {1: 1, 2: 3}, {1: 2, 2: 4}, {(1, 1): 40, (2, 2): 8}, 120.0)
+    record = MembersRecord([0, 2], {1: 1, 2: 3}, {1: 2, 2: 4}, {(1, 1): 40, (2, 2): 8}, 120.0, {1: 1, 2: 2})
     assert MembersRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
@@ -380,7 +403,9 @@ def test_a_round_goes_on_without_a_member_that_is_lost_in_it(job):
     parts = job.chief.gather("weights", [0, 0, 4], SECONDS)
     assert list(parts) == [1] and job.chief.members == [1]
     assert job.lost == [(2, 7)] and (job.told[-1].members, job.told[-1].joins) == ([0, 1], {1: 1, 2: 1})
+    assert job.told[-1].took_part == {}
     job.chief.close_round([1], 4)
+    assert job.told[-1].took_part == {1: 1}
     assert job.told[-1].missed_steps == {(2, 1): 4} and job.told[-1].connections == {1: 1, 2: 1}
     job.chief.answer({1: Message("weights", {"fit": 0})})
     assert members[1].hear("weights").fields == {"fit": 0}

@@ -15,6 +15,7 @@ class MembersRecord:
       connections: How often each worker has connected to worker 0.
       missed_steps: Steps of synchronizations without a worker, by worker and by how often it had joined before.
       start_seconds: Time that a worker has from its start until it connects.
+      took_part: By worker, the number of the last join after which it has taken part in a synchronization.
     """
 
     members: Sequence[int] = ()
@@ -22,6 +23,7 @@ class MembersRecord:
     connections: Mapping[int, int] = dataclasses.field(default_factory=dict)
     missed_steps: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     start_seconds: float = 300.0
+    took_part: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as JSON."""
@@ -31,6 +33,7 @@ class MembersRecord:
             "connections": sorted(self.connections.items()),
             "missed_steps": [[*key, steps] for key, steps in sorted(self.missed_steps.items())],
             "start_seconds": self.start_seconds,
+            "took_part": sorted(self.took_part.items()),
         }
 
     @classmethod
@@ -46,4 +49,5 @@ class MembersRecord:
             {int(worker): int(count) for worker, count in told["connections"]},
             {(int(worker), int(joins)): int(steps) for worker, joins, steps in told["missed_steps"]},
             float(told["start_seconds"]),
+            {int(worker): int(join) for worker, join in told["took_part"]},
         )

@@ -61,6 +61,7 @@ class RoundChief:
         self._joins: dict[int, int] = {}
         self._connections: dict[int, int] = {}
         self._missed_steps: dict[tuple[int, int], int] = {}
+        self._took_part: dict[int, int] = {}
         self._offered: dict[int, Message] = {}
         self._told: dict[int, int] = {}  # Rows since the last round, by the signs of progress of a member.
         self._fits_over = 0
@@ -168,13 +169,15 @@ class RoundChief:
         self._send_all(messages)
 
     def close_round(self, took_part: Collection[int], steps: int) -> None:
-        """Counts the steps of a round as missed by the workers that did not take part."""
+        """Counts the steps of a round as missed by the workers that did not take part, and notes those that did."""
         with self._changed:
+            before = dict(self._took_part)
+            self._took_part |= {worker: self._joins.get(worker, 0) for worker in took_part}
             missing = set(range(1, self._cluster.num_workers)) - set(took_part)
             for worker in missing:
                 key = worker, self._joins.get(worker, 0)
                 self._missed_steps[key] = self._missed_steps.get(key, 0) + steps
-            if missing:
+            if missing or self._took_part != before:
                 self._tell_members()
 
     def end_fit(self, fit: int, message: Message) -> None:
@@ -275,7 +278,8 @@ class RoundChief:
 
     def _tell_members(self):
         members = [0, *sorted(self._members)]
-        self._on_members(MembersRecord(members, dict(self._joins), dict(self._connections), dict(self._missed_steps)))
+        counts = dict(self._joins), dict(self._connections), dict(self._missed_steps)
+        self._on_members(MembersRecord(members, *counts, took_part=dict(self._took_part)))
 
     def _send(self, worker, link, message):
         try:

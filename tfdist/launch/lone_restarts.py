@@ -12,6 +12,7 @@ from tfdist.exit_codes import PREEMPTED
 from tfdist.launch.absences import Absence, Absences
 from tfdist.launch.first_failure import Failure, first_failure
 from tfdist.launch.lost_workers import LostWorkers
+from tfdist.launch.restart_policy import chance_of
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 from tfdist.members_record import MembersRecord
 from tfdist.run_files import RunFiles
@@ -104,7 +105,8 @@ class LoneRestarts:
             logging.warning("worker 0 is done, so worker %d does not start again", worker)
             return
         was_killed = failure.kind == "signal"
-        pause = self._policy.lose(worker, time.time(), failure.place, told, was_killed=was_killed)
+        chance = chance_of(failure.category, is_exception=failure.kind == "exception", has_commit=True)
+        pause = self._policy.lose(worker, time.time(), failure.place, told, was_killed=was_killed, chance=chance)
         self._absences.lose(worker, failure.host, failure.time, failure.describe(), told)
         if pause is None:
             logging.error("worker %d has no restarts left; the job goes on without it", worker)

@@ -10,12 +10,14 @@ _TRIES_OF_KILLED = 5
 class LostWorkers:
     """Which workers that have ended start again alone, and when.
 
-    Worker 0 is needed by all: if it fails, all workers start again. A worker that has joined since its last start has
-    its restarts back. Without restarts left, the job goes on without the worker. A worker that is killed while it
-    starts says nothing about its next start, and the others lose nothing by it. So it has five times as many restarts.
+    Worker 0 is needed by all: if it fails, all workers start again. A worker that has taken part in a round since its
+    last start has its restarts back, but not those from an exception at the same place, such as a wrong row of its
+    share: this one restarts it once. Without restarts left, the job goes on without the worker. A worker that is killed
+    while it starts says nothing about its next start, and the others lose nothing by it. So it has five times as many
+    restarts.
 
     Args:
-      limit: Largest number of restarts of a worker that fails, and does not join in between.
+      limit: Largest number of restarts of a worker that fails, and takes part in no round in between.
       window_seconds: Time after which a restart no longer counts.
     """
 
@@ -23,6 +25,7 @@ class LostWorkers:
         self._limit, self._window_seconds = limit, window_seconds
         self._restarts: dict[tuple[int, bool], Restarts] = {}
         self._joins: dict[int, int] = {}
+        self._took_part: dict[int, int] = {}
         self._due: dict[int, float] = {}
         self._starting: dict[int, tuple[float, int]] = {}  # Time of the start, and number of earlier connections.
 
@@ -33,7 +36,14 @@ class LostWorkers:
         return worker == 0 or chance == Chance.NEVER
 
     def lose(
-        self, worker: int, now: float, place: str | None, told: MembersRecord, *, was_killed: bool
+        self,
+        worker: int,
+        now: float,
+        place: str | None,
+        told: MembersRecord,
+        *,
+        was_killed: bool,
+        chance: Chance = Chance.OFTEN,
     ) -> float | None:
         """Records the end of a worker, and returns the pause before its next start; `None` for no next start.
 
@@ -43,14 +53,16 @@ class LostWorkers:
           place: The place of the failure, or `None` if it is unknown.
           told: The newest record of worker 0.
           was_killed: Whether a signal ended the worker.
+          chance: How often to restart after this failure.
         """
-        joins = told.joins.get(worker, 0)
-        if joins > self._joins.get(worker, 0):
+        took_part = told.took_part.get(worker, 0)
+        if took_part > self._took_part.get(worker, 0):
             for killed in (False, True):
-                self._of(worker, was_killed=killed).progress()
-        self._joins[worker] = joins
+                self._of(worker, was_killed=killed).progress(but=place if chance == Chance.ELSEWHERE else None)
+        self._took_part[worker] = took_part
+        self._joins[worker] = told.joins.get(worker, 0)
         self._starting.pop(worker, None)
-        pause = self._of(worker, was_killed=was_killed).pause(now, place)
+        pause = self._of(worker, was_killed=was_killed).pause(now, place, chance)
         if pause is not None:
             self._due[worker] = now + pause
         return pause
