@@ -1042,6 +1042,26 @@ def test_other_replicas_start_from_synchronized_weights(kind, after, pools, tmp_
             np.testing.assert_allclose(copy, expected, rtol=1e-6, atol=1e-7)
 
 
+OTHER_SYNCHRONIZATIONS = [
+    pytest.param(tfdist.DiLoCo(every=3, fragments=2), id="fragments"),
+    pytest.param(
+        tfdist.DiLoCo(every=3, outer_optimizer=keras.optimizers.Adam(0.1)),
+        id="outer optimizer",
+        marks=pytest.mark.exhaustive,
+    ),
+]
+
+
+@pytest.mark.parametrize("after", OTHER_SYNCHRONIZATIONS)
+def test_another_synchronization_starts_from_synchronized_weights(after, pools, tmp_path):
+    arguments = str(tmp_path / "backup"), tfdist.DiLoCo(every=3), {"synchronization": after}
+    before, resumed = pools("1x2").run(checks.resumed_without_local_steps, *arguments)[0]
+
+    for copies, of_sync in zip(resumed[4], before[3], strict=True):
+        for copy in copies:
+            np.testing.assert_array_equal(copy, of_sync[0])
+
+
 IN_GROUPS = {"model_sharding": "optimizer", "shard_group_size": 2}
 DIVIDED_IN_GROUPS = {"model_sharding": "parameters", "shard_group_size": 2}
 

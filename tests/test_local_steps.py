@@ -1,5 +1,8 @@
 """Training by local steps equals a plain reference of the algorithm, on devices and on workers, with few exchanges."""
 
+import gc
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import local_step_checks as checks
 import tfdist
 from local_step_checks import DILOCO, LOCAL, STREAMING
 from tfdist.strategies.local_steps.fragments import deal_out, has_arrived, is_due
+from tfdist.strategies.local_steps.local_training import LocalTraining
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 
 KINDS = {"LocalSGD": LOCAL, "DiLoCo": DILOCO}
@@ -87,6 +91,33 @@ def test_a_worker_goes_on_before_its_peer_lets_the_fragment_depart(pools, tmp_pa
     first, second = pools("2x1").run(check, "2x1", overlapped, until=6, path=str(tmp_path / "signal"))
     assert first[0] == second[0] == list(range(1, 9))
     np.testing.assert_equal(first[1], second[1])
+
+
+class Dropped:
+    """An object that only the garbage collector frees, as a model."""
+
+    def __init__(self):
+        self.itself = self
+
+
+class OfTwoWorkers:
+    """What local training asks of a strategy while it has nothing to synchronize."""
+
+    extended = types.SimpleNamespace(reducer=None, reducer_beside=None, worker_devices=["CPU:0"], _num_workers=2)
+
+
+def test_a_dropped_model_is_synchronized_on_no_worker_whether_or_not_it_was_collected():
+    strategy, model = OfTwoWorkers(), Dropped()
+    training = LocalTraining(LOCAL, strategy)
+    gc.disable()
+    try:
+        trained = training.of_step(types.SimpleNamespace(trained=None, model=model))
+        trained.steps[0].assign([1])
+        assert trained.has_stepped
+        del trained, model
+        assert not training.synchronize(lambda *given: pytest.fail("it is synchronized"), 0.0)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.unit

@@ -1,5 +1,6 @@
 """Local steps of a strategy: gradients that stay on their replica, and synchronizations between steps."""
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist._compat import keras_internals
+from tfdist._compat import keras_internals, keras_stack
 from tfdist.strategies.local_steps.background_exchanges import BackgroundExchanges
-from tfdist.strategies.local_steps.synchronization import Synchronization
+from tfdist.strategies.local_steps.synchronization import Synchronization, described_state
 from tfdist.strategies.local_steps.trained_weights import TrainedWeights
 from tfdist.strategies.loss_weight import times
 from tfdist.strategies.step import Step, current_step, replicas
@@ -102,8 +103,15 @@ class LocalTraining:
 
         All workers must call it. Returns whether any worker has asked to stop; see `TrainedWeights`.
         """
-        stepped = [trained for trained in self._trained.values() if trained.has_stepped]
-        return any([trained.synchronize_outside(run, asks_to_stop) for trained in stepped])
+        stepped = self._stepped()
+        has_peers = self._strategy().extended._num_workers > 1  # type: ignore[union-attr]
+        if has_peers and not set(stepped) <= {id(model) for model in keras_stack.fitting_models()}:
+            gc.collect()  # Else a model that the program has dropped would count on some workers only.
+            stepped = self._stepped()
+        return any([trained.synchronize_outside(run, asks_to_stop) for trained in stepped.values()])
+
+    def _stepped(self) -> dict[int, TrainedWeights]:
+        return {owner: trained for owner, trained in list(self._trained.items()) if trained.has_stepped}
 
 
 def local_training() -> LocalTraining | None:
@@ -115,6 +123,12 @@ def kind_of_local_steps(strategy: Any) -> str | None:
     """The name of the kind of `synchronization`, such as "DiLoCo", if replicas train by local steps; else `None`."""
     training = getattr(strategy.extended, "local_training", None)
     return None if training is None else type(training.synchronization).__name__
+
+
+def state_of_local_steps(strategy: Any) -> str | None:
+    """Describes what decides the state of local steps, see `described_state`; `None` without local steps."""
+    training = getattr(strategy.extended, "local_training", None)
+    return None if training is None else described_state(training.synchronization)
 
 
 def is_outer_update() -> bool:

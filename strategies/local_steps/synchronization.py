@@ -171,15 +171,28 @@ def check_synchronization(synchronization: Any, model_sharding: Any, compression
         )
 
 
+def described_state(synchronization: Synchronization) -> str:
+    """Describes what decides which variables a synchronization keeps, and their meaning. `every` does not."""
+    if not isinstance(synchronization, DiLoCo):
+        return type(synchronization).__name__
+    numbers = f"fragments={synchronization.fragments}, overlap_steps={synchronization.overlap_steps}"
+    return f"DiLoCo({numbers}, outer_optimizer={_described_optimizer(synchronization.outer_optimizer, but='name')})"
+
+
 def described(synchronization: Synchronization | None) -> str:
     """Describes a synchronization equally in every process, to compare workers."""
     if not isinstance(synchronization, DiLoCo):
         return repr(synchronization)
-    outer = synchronization.outer_optimizer
-    configured = None if outer is None else f"{type(outer).__name__}({dict(sorted(outer.get_config().items()))})"
     names = ("every", "fragments", "start_step", "overlap_steps", "tolerate_lost_workers", "equal_time")
     numbers = ", ".join(f"{name}={getattr(synchronization, name)}" for name in names)
-    return f"DiLoCo({numbers}, outer_optimizer={configured})"
+    return f"DiLoCo({numbers}, outer_optimizer={_described_optimizer(synchronization.outer_optimizer)})"
+
+
+def _described_optimizer(optimizer: Any, but: str | None = None) -> str:
+    if optimizer is None:
+        return "None"
+    config = {name: value for name, value in sorted(optimizer.get_config().items()) if name != but}
+    return f"{type(optimizer).__name__}({config})"
 
 
 def _check_tolerance(options: Synchronization) -> None:

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider, TrainedFit
 from tfdist.strategies.distributed_optimizer import optimizers_of
+from tfdist.strategies.local_steps.local_training import state_of_local_steps
 from tfdist.strategies.local_steps.outer_update import IS_KEPT
 from tfdist.strategies.local_steps.trained_weights import TrainedWeights
 
@@ -13,8 +14,9 @@ from tfdist.strategies.local_steps.trained_weights import TrainedWeights
 class LocalStepStates(StateProvider):
     """Saves and restores the state of local steps. The weights of each replica are among the `VariableStates`.
 
-    On another number of workers, or with another kind of `synchronization`, training starts from the weights of the
-    last synchronization (DiLoCo), or from the average of the weights of all replicas (LocalSGD).
+    On another number of workers, or with another `synchronization`, training starts from the weights of the last
+    synchronization (DiLoCo), or from the average of the weights of all replicas (LocalSGD). With other fragments or
+    another outer optimizer, the outer optimizer begins anew.
     """
 
     name = "local_steps"
@@ -74,10 +76,11 @@ class LocalStepStates(StateProvider):
                     copy.assign(before[f"outer/{place}/start/{i}@0"])
         if self._trained is None or saved.is_of_later_fit:
             return
+        keeps = saved.synchronization == state_of_local_steps(self._fit.model.distribute_strategy)
         for name, variable in self._trained.state().items():
             former = f"{name.partition('@')[0]}@0"
             if "/optimizer/" in name or name.startswith("taken"):
-                if former in before:
+                if former in before and (keeps or name.startswith("taken")):
                     variable.assign(before[former])
             elif "/start/" not in name:  # No step is taken yet since this synchronization.
                 variable.assign(tf.zeros_like(variable))

@@ -17,7 +17,7 @@ from tfdist.backup.random_states import RandomStates
 from tfdist.backup.residual_states import ResidualStates
 from tfdist.backup.state_provider import SavedState, StateProvider, TrainedFit, WorkerPart
 from tfdist.backup.variable_states import VariableStates
-from tfdist.strategies.local_steps.local_training import kind_of_local_steps
+from tfdist.strategies.local_steps.local_training import state_of_local_steps
 
 PROVIDERS: tuple[type[StateProvider], ...] = (
     VariableStates,
@@ -67,7 +67,7 @@ class FitStates:
         self._providers = [kind(fit) for kind in PROVIDERS]
         self._replicas = fit.model.distribute_strategy.num_replicas_in_sync
         self._sharding = getattr(fit.model.distribute_strategy, "model_sharding", None)
-        self._local = kind_of_local_steps(fit.model.distribute_strategy)
+        self._local = state_of_local_steps(fit.model.distribute_strategy)
         parts = getattr(fit.model.distribute_strategy.extended, "parts", None)
         self._group_size = None if parts is None or parts.groups is None else parts.shards
 

@@ -84,10 +84,10 @@ class SavedState:
       parts: The state that this worker saved if `is_alike`; otherwise the states of all former workers.
       worker: Number of this worker.
       is_alike: Whether the commit was made by as many workers and replicas as now, with the same `model_sharding`,
-        groups of the same size and the same kind of `synchronization`.
+        groups of the same size, and a `synchronization` that keeps the same state.
       finished: Number of `fit`s that this process has finished.
       shard_group_size: Number of replicas of a group in the commit; `None` for one group of all.
-      synchronization: `LocalSGD` or `DiLoCo` if replicas trained their own weights by local steps; else `None`.
+      synchronization: Describes the state of `LocalSGD` or `DiLoCo`, see `described_state`; `None` without local steps.
       is_reread: Whether this process has read the input again, up to the position of the commit.
     """
 
