@@ -5,10 +5,13 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import logging
 
 from tfdist.strategies.elastic.round_policy import average_by_rows
 from tfdist.strategies.local_steps.own_thread import apart
 from tfdist.strategies.local_steps.synchronization import DiLoCo, Synchronization
+
+_NONE: Mapping[str, np.ndarray] = {}
 
 
 class OuterStep:
@@ -17,30 +20,43 @@ class OuterStep:
     Args:
       synchronization: `LocalSGD`, for the average, or `DiLoCo`, to apply the average change by its outer optimizer.
       weights: The trainable weights at the beginning.
-      restored: The values of an earlier outer optimizer, if any.
+      restored: The values of an earlier outer optimizer by name, if any. Those of another optimizer do not count.
     """
 
     def __init__(
-        self, synchronization: Synchronization, weights: Sequence[np.ndarray], restored: Sequence[np.ndarray] = ()
+        self,
+        synchronization: Synchronization,
+        weights: Sequence[np.ndarray],
+        restored: Mapping[str, np.ndarray] = _NONE,
     ):
         self.optimizer: Any = None
         self._starts: list[Any] = []
         if isinstance(synchronization, DiLoCo):
             apart(lambda: self._make(synchronization, weights, restored))
 
-    def _make(self, diloco: DiLoCo, weights: Sequence[np.ndarray], restored: Sequence[np.ndarray]) -> None:
+    def _make(self, diloco: DiLoCo, weights: Sequence[np.ndarray], restored: Mapping[str, np.ndarray]) -> None:
         self._starts = [
             keras.Variable(_wide(weight), dtype=_wide(weight).dtype.name, name=f"start_{i}")
             for i, weight in enumerate(weights)
         ]
         self.optimizer = diloco.new_outer_optimizer()
         self.optimizer.build(self._starts)
-        for variable, value in zip(self.optimizer.variables, restored, strict=bool(restored)):
-            variable.assign(value)
+        here = {name: value.shape for name, value in self.values().items()}
+        if restored and {name: value.shape for name, value in restored.items()} != here:
+            logging.warning("The backup is of another outer optimizer than %s, which begins anew.", self.optimizer.name)
+            return
+        for name, variable in self._named():
+            if restored:
+                variable.assign(restored[name])
 
-    def values(self) -> list[np.ndarray]:
-        """Returns the values of the outer optimizer, for a backup."""
-        return [] if self.optimizer is None else [np.array(each.numpy()) for each in self.optimizer.variables]
+    def values(self) -> dict[str, np.ndarray]:
+        """Returns the values of the outer optimizer by name, for a backup."""
+        return {name: np.array(variable.numpy()) for name, variable in self._named()}
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """Returns the variables of the outer optimizer, by names that tell of their meaning."""
+        variables = [] if self.optimizer is None else self.optimizer.variables
+        return [(f"{i}/{each.name}", each) for i, each in enumerate(variables)]
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Notes the weights at the beginning of a round, which callbacks may have changed since the last one."""

@@ -1,7 +1,7 @@
 """The result of a round: worker 0 averages the weights, applies the outer optimizer and counts the rows."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ class RoundAveraging:
     def __init__(self, synchronization: Synchronization, workers: int):
         self._synchronization, self._workers = synchronization, workers
         self._outer: tuple[weakref.ref[keras.Model], OuterStep] | None = None
-        self._restored: Sequence[np.ndarray] = ()
+        self._restored: Mapping[str, np.ndarray] = {}
         self.ledger = RowLedger()
 
     def begin(self, model: keras.Model, trainable: list[np.ndarray]) -> None:
@@ -37,7 +37,7 @@ class RoundAveraging:
         """
         if self._outer is None or self._outer[0]() is not model:
             self._outer = weakref.ref(model), OuterStep(self._synchronization, trainable, self._restored)
-            self._restored = ()
+            self._restored = {}
         self._outer[1].begin(trainable)
 
     def averaged(
@@ -76,11 +76,12 @@ class RoundAveraging:
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Returns the state of the outer optimizer and the counts of rows, for a backup."""
         values = self._restored if self._outer is None else self._outer[1].values()
-        return {f"outer/{i}": value for i, value in enumerate(values)}, self.ledger.to_json()
+        return {f"outer/{name}": value for name, value in values.items()}, self.ledger.to_json()
 
     def restore(self, arrays: Mapping[str, np.ndarray], counts: Mapping[str, Any]) -> None:
         """Restores what `state` has returned."""
-        self._restored = [arrays[f"outer/{i}"] for i in range(sum(name.startswith("outer/") for name in arrays))]
+        kept = [name for name in arrays if name.startswith("outer/")]
+        self._restored = {name.removeprefix("outer/"): arrays[name] for name in kept}
         self._outer = None  # The next round makes it.
         self.ledger = RowLedger.from_json(counts)
 
