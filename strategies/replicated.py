@@ -104,7 +104,7 @@ class ReplicatedStrategy:
                 self._check_owned(step.model, optimizer_variables(step.model))  # Weights may be made in any scope.
                 self.reports.tells = not is_compiled()
             if is_compiled():
-                self._check_nobody_waits_for_reports(step.model)
+                self._check_nobody_waits_for_reports(step)
             else:
                 fn = keras_steps.on_the_only(step, self.reports)
         else:
@@ -407,19 +407,27 @@ class ReplicatedStrategy:
     def _check_nobody_waits_for_steps(self, fn):
         model = keras_stack.model_in_step()
         self.reports.tells &= model is None
-        if model is not None and model in self.reports.feeders:
+        waits = None if model is None else self._waits_for_reports(model)
+        if waits is not None:
             raise ValueError(
-                "BalancedSharding needs a report of each training step, and only `model.train_step` makes reports, but "
+                f"{waits} needs a report of each training step, and only `model.train_step` makes reports, but "
                 f"the strategy runs {getattr(fn, '__name__', fn)!r}. Override `train_step`, or let "
                 "`make_train_function` call `strategy.run(self.train_step, args=(data,))`."
             )
 
-    def _check_nobody_waits_for_reports(self, model):
-        if model in self.reports.feeders:
+    def _check_nobody_waits_for_reports(self, step):
+        waits = self._waits_for_reports(step.model) if step.name == "train_step" else None
+        if waits is not None:
             raise CompiledCollectivesError(
-                "BalancedSharding needs a report of each training step, but jit_compile=True compiles the whole step, "
-                "which then cannot report. Pass jit_compile=False to `compile`."
+                f"{waits} needs a report of each training step, but jit_compile=True compiles the whole step, which "
+                "then cannot report. Pass jit_compile=False to `compile`."
             )
+
+    def _waits_for_reports(self, model):
+        """The name of the feature that needs a report of each training step of a model, if any."""
+        if model in self.reports.feeders:
+            return "BalancedSharding"
+        return None if self.elastic is None else "tolerate_lost_workers"
 
 
 def _among_devices(replica, replicas, devices):

@@ -179,6 +179,7 @@ class ElasticTraining:
         else:
             fit.skipping_since = time.monotonic()
             fit.skipped += self._read(iterator, together, model)
+            fit.behind = model_state.advance_schedule(model.optimizer, fit.behind + together)
         fit.steps += together
         if time.monotonic() - self._told_at > _PROGRESS_SECONDS:
             self.tell_progress()
@@ -215,6 +216,8 @@ class ElasticTraining:
     def _take_state(self, model: keras.Model, state: Message) -> None:
         self._assign(model_state.all_state_of(model), state.arrays)
         self._averaging.ledger = RowLedger.from_json(state.fields["ledger"])
+        if self._fit is not None:
+            self._fit.epoch_logs = dict(map(tuple, state.fields["logs"]))
 
     def synchronize(self) -> None:
         """Synchronizes if this worker has trained since the last time, as at the end of an epoch."""
@@ -224,10 +227,19 @@ class ElasticTraining:
             self._synchronize(fit, model)
 
     def end_epoch(self, logs: dict[str, Any] | None) -> None:
-        """Synchronizes, and averages the logs of an epoch over all members by rows."""
+        """Synchronizes, and averages the logs of an epoch over all members by rows.
+
+        An epoch that this worker passes over gets the logs of the others, so that callbacks decide as theirs.
+        """
         self.synchronize()
         fit = self._fit
-        if fit is None or fit.is_over or self._passes_over(fit):
+        if fit is None or fit.is_over:
+            return
+        epoch = keras_stack.place_in_fit()[0]
+        if self._passes_over(fit):
+            if logs is not None:
+                logs.clear()
+                logs.update(fit.epoch_logs.get(epoch, {}))
             return
         own = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
         part = Message("logs", {"fit": fit.number, "place": self._place(fit), "rows": fit.epoch_rows, "logs": own})
@@ -235,7 +247,7 @@ class ElasticTraining:
         with self._waiting():
             if self._chief is not None:
                 parts = {0: part, **self._chief.gather("logs", self._place(fit), self._patience_seconds)}
-                averages = averaged_logs(parts)
+                averages = fit.epoch_logs[epoch] = averaged_logs(parts)
                 answer = Message("logs", {"fit": fit.number, "logs": averages})
                 self._chief.answer(dict.fromkeys(parts.keys() - {0}, answer))
             else:
@@ -335,6 +347,7 @@ class ElasticTraining:
     def _state(self, fit: FitInRounds, model: keras.Model) -> Message:
         """Returns the state of the model and the place where training goes on, for workers that join."""
         fields = {**self._place_fields(fit), "ledger": self._averaging.ledger.to_json()}
+        fields["logs"] = sorted(fit.epoch_logs.items())
         return Message("state", fields, self._values(model_state.all_state_of(model)))
 
     def _place_fields(self, fit: FitInRounds) -> dict[str, Any]:

@@ -23,10 +23,12 @@ class FitInRounds:
       trained: Those that were trained.
       rows: Rows trained on since then, and `epoch_rows` in this epoch.
       skipped: Rows of batches skipped since then.
+      behind: Skipped steps that the schedule of the learning rate has not counted yet.
       began: When the round began, and `away` the seconds in which batches were skipped.
       skipping_since: When the last step was skipped, until the next step begins.
       is_over: Whether worker 0 has ended the `fit`.
       has_begun: Whether this worker has trained in it.
+      epoch_logs: The averaged logs of its epochs: on worker 0, and on others of the epochs before they joined.
     """
 
     number: int
@@ -40,12 +42,14 @@ class FitInRounds:
     rows: int = 0
     epoch_rows: int = 0
     skipped: int = 0
+    behind: int = 0
     began: float = 0.0
     away: float = 0.0
     skipping_since: float | None = None
     is_over: bool = False
     has_begun: bool = False
     logs: Any = dataclasses.field(default_factory=dict)
+    epoch_logs: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def end_skipping(self) -> None:
         """Counts the time since the last step as `away` if that step was skipped, with the callbacks after it."""

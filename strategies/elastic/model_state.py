@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist._compat import keras_internals
 from tfdist.errors import ClusterError
 
 
@@ -47,6 +48,29 @@ def assign(variables: Sequence[Any], values: Sequence[np.ndarray], strategy: tf.
     for variable, value in zip(variables, values, strict=True):
         for own in _local(variable, strategy):
             own.assign(value)
+
+
+def advance_schedule(optimizer: Any, steps: int) -> int:
+    """Lets the schedule of an optimizer's learning rate, if any, count steps that were not trained.
+
+    Adds multiples of the steps whose gradients the optimizer accumulates, so that each sum stays complete.
+
+    Args:
+      optimizer: The optimizer of a model, or `None`.
+      steps: Number of steps that were not trained and not counted yet.
+
+    Returns:
+      The number of steps that are still not counted.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return 0
+    group = optimizer.gradient_accumulation_steps or 1
+    if steps < group:
+        return steps
+    if isinstance(optimizer.get_config().get("learning_rate"), dict):
+        keras_internals.counter_of(optimizer).assign_add(steps // group * group)
+    return steps % group
 
 
 def _local(variable: Any, strategy: tf.distribute.Strategy) -> Sequence[Any]:
