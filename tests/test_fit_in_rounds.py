@@ -17,7 +17,7 @@ from tfdist.strategies.elastic.round_member import RoundMember
 from tfdist.strategies.elastic.round_messages import Message
 from tfdist.strategies.elastic.round_policy import Contribution
 
-SECONDS = 120.0
+SECONDS = 60.0
 EVERY, STEPS, BATCH = 4, 12, 2
 
 
@@ -50,7 +50,8 @@ def job(monkeypatch):
     spec = {"cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(spec))
     strategy = tfdist.MultiWorkerMirroredStrategy(
-        synchronization=tfdist.LocalSGD(every=EVERY, tolerate_lost_workers=True, equal_time=True)
+        synchronization=tfdist.LocalSGD(every=EVERY, tolerate_lost_workers=True, equal_time=True),
+        fault_tolerance=tfdist.FaultTolerance(start_timeout_seconds=SECONDS),  # It waits as long for the member.
     )
     member = FastMember(ports)
     yield strategy, member
