@@ -478,7 +478,7 @@ def test_the_end_of_a_fit_reaches_members_and_late_workers_but_not_those_of_the_
     while job.chief.joining(1) != [2] and time.monotonic() < deadline:
         time.sleep(0.01)
     over = Message("over", {"fit": 0})
-    job.chief.late = lambda: over
+    job.chief.late = lambda fit: over
     job.chief.end_fit(0, over)
     assert first.hear("over", fit=0).fields == {"fit": 0}
     first.send(Message("join", {"fit": 0}))  # As a process that has started again.

@@ -23,6 +23,7 @@ from tfdist.strategies.chief_only_guard import is_on_chief_alone
 from tfdist.strategies.elastic import model_state
 from tfdist.strategies.elastic.elastic_input import check_sharding, own_rows
 from tfdist.strategies.elastic.elastic_start import greeting_of, setup_of_worker, take_greeting, write_members
+from tfdist.strategies.elastic.ended_fits import EndedFits
 from tfdist.strategies.elastic.fit_in_rounds import FitInRounds
 from tfdist.strategies.elastic.round_averaging import RoundAveraging, averaged_logs
 from tfdist.strategies.elastic.round_chief import RoundChief
@@ -69,12 +70,14 @@ class ElasticTraining:
         self._options = options = strategy.fault_tolerance
         self._told_at = 0.0
         self._chief: RoundChief | None = None
+        self._ended = EndedFits()
         silence_seconds = _BEATS_MISSED * options.heartbeat_timeout_seconds
         self._devices = devices = len(strategy.extended.worker_devices)
         setup = setup_of_worker(synchronization, devices)
         if self.worker == 0:
             write = functools.partial(write_members, start_seconds=options.start_timeout_seconds)
             self._chief = RoundChief(cluster, silence_seconds, greeting_of(setup), self._lose, write)
+            self._chief.late = self._ended.over
         else:
             self._member = RoundMember(cluster, options.start_timeout_seconds, silence_seconds)
             take_greeting(self._member.hear("greeting"), setup, self.worker)
@@ -265,9 +268,10 @@ class ElasticTraining:
         if fit is None:
             return
         if self._chief is not None:
-            model = fit.model
-            self._chief.late = lambda: self._over(fit.number, model())
-            self._chief.end_fit(fit.number, self._over(fit.number, model()))
+            model = fit.model()
+            over = self._over(fit.number, model)
+            self._ended.note(model, over)
+            self._chief.end_fit(fit.number, over)
             logging.info("%s", self.report().describe())
         elif not fit.is_over:
             self._member.send(Message("leave", {"fit": fit.number}))
@@ -359,7 +363,8 @@ class ElasticTraining:
 
     def _over(self, number: int, model: keras.Model | None) -> Message:
         arrays = [] if model is None else self._values(model_state.all_state_of(model))
-        return Message("over", {"fit": number, "ledger": self._averaging.ledger.to_json()}, arrays)
+        fields = {"fit": number, "has_optimizer": True, "ledger": self._averaging.ledger.to_json()}
+        return Message("over", fields, arrays)
 
     def _take_end(self, fit: FitInRounds, over: Message) -> None:
         """Takes the news that worker 0 has ended a `fit`, which ends it on this worker."""
@@ -367,7 +372,8 @@ class ElasticTraining:
         if model is not None:
             model.stop_training = True
             if over.arrays:
-                self._assign(model_state.all_state_of(model), over.arrays)
+                has_optimizer = over.fields["has_optimizer"]
+                self._assign(model_state.all_state_of(model) if has_optimizer else model.weights, over.arrays)
         self._averaging.ledger = RowLedger.from_json(over.fields["ledger"])
 
     # -- helpers

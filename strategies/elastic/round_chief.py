@@ -38,7 +38,7 @@ class RoundChief:
     Attributes:
       fit: Number of the newest `fit` that worker 0 has begun; -1 before the first. Signs of life tell it to workers.
       present: The place of the running `fit`, for workers that must still trace their step; `None` before it has begun.
-      late: Returns the answer to a worker that wants to join a `fit` that is over; `None` before the first.
+      late: Returns the answer to a worker that wants to join the `fit` with a number, which is over.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RoundChief:
         self._greeting, self._on_loss, self._on_members = greeting, on_loss, on_members
         self.fit = -1
         self.present: Message | None = None
-        self.late: Callable[[], Message] | None = None
+        self.late: Callable[[int], Message] | None = None
         self._changed = threading.Condition()
         self._links: dict[int, MemberLink] = {}
         self._joining: dict[int, int] = {}  # The `fit` that a worker wants to join.
@@ -232,10 +232,9 @@ class RoundChief:
             if message.kind == "progress":
                 self._told[worker] = message.fields["rows"]
             elif message.kind == "join" and message.fields["fit"] < self._fits_over and self.late is not None:
-                self._reply(worker, link, self.late)
+                self._reply(worker, link, self.late(message.fields["fit"]))
             elif message.kind == "join" and self._goes_before(message):
-                present = self.present
-                self._reply(worker, link, lambda: present)
+                self._reply(worker, link, self.present)
             elif message.kind == "join":
                 self._joining[worker] = message.fields["fit"]
             elif message.kind == "leave":
@@ -249,9 +248,9 @@ class RoundChief:
         is_running = self.present is not None and self.present.fields["fit"] == joining.fields["fit"]
         return is_running and not joining.fields.get("is_warm", True)
 
-    def _reply(self, worker, link, make):
-        """Sends a message that `make` returns, in a thread: the thread that receives must not wait for a peer."""
-        threading.Thread(target=lambda: self._send(worker, link, make()), daemon=True).start()
+    def _reply(self, worker, link, message):
+        """Sends a message in a thread: the thread that receives must not wait for a peer."""
+        threading.Thread(target=self._send, args=(worker, link, message), daemon=True).start()
 
     def _lose(self, worker, link, why):
         with self._changed:
