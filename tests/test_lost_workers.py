@@ -447,6 +447,77 @@ def test_a_member_at_another_place_is_an_error(job):
         job.chief.gather("weights", [0, 0, 4], SECONDS)
 
 
+def begin(job, *workers):
+    members = [job.member(worker) for worker in workers]
+    job.chief.await_workers(0, workers, SECONDS)
+    job.chief.welcome(workers, Message("state", {"fit": 0}))
+    return members
+
+
+def weights_at(step, rows):
+    return Message("weights", {"place": [0, 0, step], "done": dataclasses.asdict(Contribution(rows=rows))})
+
+
+def await_members(job, expected):
+    deadline = time.monotonic() + SECONDS
+    while job.chief.members != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert job.chief.members == expected
+
+
+def test_a_member_at_another_place_is_left_out_if_others_agree(job):
+    stray, other = begin(job, 1, 2)
+    stray.send(weights_at(3, rows=6))
+    other.send(weights_at(4, rows=8))
+    assert list(job.chief.gather("weights", [0, 0, 4], SECONDS)) == [2]
+    assert job.chief.members == [2] and job.lost == [(1, 6)] and job.told[-1].members == [0, 2]
+    with pytest.raises(WorkerLostError, match=r"after the same steps.*worker 1 at weights"):
+        stray.hear("weights")
+
+
+def test_the_complete_part_of_a_member_counts_if_it_is_lost_after_it(job):
+    ends, other = begin(job, 1, 2)
+    ends.send(Message("progress", {"rows": 5}))
+    ends.send(weights_at(4, rows=8))
+    ends.close()
+    await_members(job, [2])
+    other.send(weights_at(4, rows=8))
+    parts = job.chief.gather("weights", [0, 0, 4], SECONDS)
+    assert [part.fields["done"]["rows"] for part in parts.values()] == [8, 8]
+    assert sum(rows for _, rows in job.lost) == 0
+    job.chief.answer(dict.fromkeys(parts, Message("weights", {"fit": 0})))
+    assert other.hear("weights", fit=0)
+
+
+def test_the_rows_of_a_lost_member_at_another_place_are_lost(job):
+    ends, other = begin(job, 1, 2)
+    ends.send(weights_at(3, rows=6))
+    ends.close()
+    await_members(job, [2])
+    other.send(weights_at(4, rows=8))
+    assert list(job.chief.gather("weights", [0, 0, 4], SECONDS)) == [2]
+    assert sum(rows for worker, rows in job.lost if worker == 1) == 6
+
+
+def test_members_are_told_in_the_next_round_if_the_disk_failed():
+    tries, told = [], []
+
+    def tell(record):
+        tries.append(record)
+        if len(tries) == 2:
+            raise OSError("no space left")
+        told.append(record)
+
+    spec = ClusterSpec.local(2, 0, free_ports(2))
+    chief = RoundChief(spec, SILENCE_SECONDS, Message("greeting"), lambda *_: None, tell)
+    chief.close_round([], 4)
+    assert len(told) == 1
+    chief.close_round([1], 4)
+    assert told[-1].missed_steps == {(1, 0): 4}
+    chief.close_round([1], 4)
+    assert len(told) == 2  # Nothing has changed.
+
+
 def test_a_member_that_is_late_is_left_out(job):
     member = job.member(1)
     job.chief.await_workers(0, [1], SECONDS)

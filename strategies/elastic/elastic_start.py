@@ -1,6 +1,5 @@
 """The start of a worker that goes on without lost workers: its cluster, the greeting of worker 0, the supervisor."""
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -60,9 +59,8 @@ def take_greeting(greeting: Message, setup: Mapping[str, Any], worker: int) -> N
 
 
 def write_members(record: MembersRecord, start_seconds: float) -> None:
-    """Tells the supervisor that the job goes on without lost workers, and its members."""
+    """Tells the supervisor that the job goes on without lost workers, and its members. Raises `OSError` if it fails."""
     files = RunFiles.of_worker()
     if files is not None:
-        with contextlib.suppress(OSError):
-            record = dataclasses.replace(record, start_seconds=start_seconds)
-            files.tell_of_members(int(os.environ.get(ATTEMPT, "0")), record)
+        record = dataclasses.replace(record, start_seconds=start_seconds)
+        files.tell_of_members(int(os.environ.get(ATTEMPT, "0")), record)

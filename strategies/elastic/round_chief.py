@@ -23,6 +23,10 @@ from tfdist.strategies.elastic.round_messages import Message
 _LINE_BYTES = 1 << 18
 _LOOK_SECONDS = 0.5
 _LOG_SECONDS = 5.0
+_PLACE_REMEDY = (
+    "Give all workers equally many batches (a BalancedSharding, arrays, or `repeat()` and steps_per_epoch), and "
+    "callbacks that end training on all of them"
+)
 
 
 class RoundChief:
@@ -65,6 +69,8 @@ class RoundChief:
         self._offered: dict[int, Message] = {}
         self._told: dict[int, int] = {}  # Rows since the last round, by the signs of progress of a member.
         self._fits_over = 0
+        self._telling = threading.Lock()  # Taken before `_changed`: records are told one after another.
+        self._is_told, self._has_failed_to_tell = False, False
         self._tell_members()  # So the supervisor knows that the job goes on without lost workers.
         secret = Secret.from_env()
         self._acceptor: ConnectionAcceptor[int] = ConnectionAcceptor(
@@ -126,14 +132,15 @@ class RoundChief:
                 self._told[worker] = 0
                 self._members.add(worker)
                 self._joins[worker] = self._joins.get(worker, 0) + 1
+            self._is_told = False
         self._send_all(dict.fromkeys(here, message))
-        with self._changed:
-            self._tell_members()
+        self._tell_members()
 
     def gather(self, kind: str, place: Any, patience_seconds: float) -> dict[int, Message]:
         """Waits until each member has sent its part of a round, and returns the parts by worker.
 
-        Members that are lost meanwhile, or send nothing in time, are left out.
+        A member that is lost meanwhile, sends nothing in time or is at another place is left out. The part of a member
+        that is lost after it has sent all of it counts.
 
         Args:
           kind: Kind of the messages.
@@ -141,7 +148,7 @@ class RoundChief:
           patience_seconds: How long to wait for a member that lives.
 
         Raises:
-          ClusterError: If a member is at another place.
+          ClusterError: If members have come to another place, and none to this one.
         """
         deadline = time.monotonic() + patience_seconds
         with self._changed:
@@ -153,20 +160,38 @@ class RoundChief:
                         self._drop(worker, self._links[worker], why)
                 if missing and not is_late:
                     self._changed.wait(_LOOK_SECONDS)
-            parts = {worker: self._offered.pop(worker) for worker in sorted(self._members)}
-            self._told = dict.fromkeys(self._members, 0)
-        for worker, part in parts.items():
-            if (part.kind, part.fields.get("place")) != (kind, place):
-                raise ClusterError(
-                    f"All workers must synchronize after the same steps, but worker 0 is at {kind} {place} (fit, "
-                    f"epoch, step) and worker {worker} at {part.kind} {part.fields.get('place')}. Give all workers "
-                    "equally many batches: a BalancedSharding, arrays, or `repeat()` and steps_per_epoch."
-                )
+            parts, strays = self._take_offers(kind, place)
+        for worker, (link, where) in strays.items():
+            why = f"All workers must synchronize after the same steps, but {where}. {_PLACE_REMEDY}"
+            if not parts:
+                raise ClusterError(f"{why}.")
+            self._send(worker, link, Message("left out", {"why": why}))
+            with self._changed:
+                if self._links.get(worker) is link:
+                    self._drop(worker, link, f"is left out, since {where}. {_PLACE_REMEDY}")
+        self._tell_members()
         return parts
 
+    def _take_offers(self, kind, place):
+        """Returns the parts for this place, and the link and place of each member at another one. Needs the lock."""
+        offered, self._offered = self._offered, {}
+        parts = {worker: offered[worker] for worker in sorted(offered) if _is_at(offered[worker], kind, place)}
+        self._told, strays = dict.fromkeys(self._members, 0), {}
+        for worker in sorted(offered.keys() - parts.keys()):
+            part = offered[worker]
+            if worker in self._members:
+                self._told[worker] = _rows_of(part)
+                here, there = f"{kind} {place} (fit, epoch, step)", f"{part.kind} {part.fields.get('place')}"
+                strays[worker] = self._links[worker], f"worker 0 is at {here} and worker {worker} at {there}"
+            else:  # It was lost, and its rows have not counted as lost.
+                self._on_loss(worker, _rows_of(part))
+        return parts, strays
+
     def answer(self, messages: Mapping[int, Message]) -> None:
-        """Sends messages to members, which end a round for them."""
-        self._send_all(messages)
+        """Sends messages to members that live, which end a round for them."""
+        with self._changed:
+            living = {worker: message for worker, message in messages.items() if worker in self._members}
+        self._send_all(living)
 
     def close_round(self, took_part: Collection[int], steps: int) -> None:
         """Counts the steps of a round as missed by the workers that did not take part, and notes those that did."""
@@ -178,7 +203,8 @@ class RoundChief:
                 key = worker, self._joins.get(worker, 0)
                 self._missed_steps[key] = self._missed_steps.get(key, 0) + steps
             if missing or self._took_part != before:
-                self._tell_members()
+                self._is_told = False
+        self._tell_members()
 
     def end_fit(self, fit: int, message: Message) -> None:
         """Tells all workers that still take part in a `fit`, or wait to join it, that it is over."""
@@ -220,8 +246,9 @@ class RoundChief:
                     self._drop(worker, self._links[worker], "was started again")
                 self._links[worker] = link
                 self._connections[worker] = self._connections.get(worker, 0) + 1
-                self._tell_members()
+                self._is_told = False
                 self._changed.notify_all()
+            self._tell_members()
             self._send(worker, link, self._greeting)
 
     def _take(self, worker, link, message):
@@ -257,28 +284,49 @@ class RoundChief:
             if self._links.get(worker) is link:
                 self._drop(worker, link, f"is gone ({why})")
             self._changed.notify_all()
+        self._tell_members()
 
     def _drop(self, worker, link, why):
         """Forgets a worker. Needs the lock."""
         link.close()
         del self._links[worker]
         self._joining.pop(worker, None)
-        self._offered.pop(worker, None)
         rows = self._told.pop(worker, 0)
         if worker in self._members:
             self._members.discard(worker)
+            self._is_told = False
+            if worker in self._offered:  # Its part of the round is complete, and counts.
+                rows = 0
             logging.warning(
                 "worker %d at %s %s. The others go on without it; it may join again. Rows it has trained on since the "
                 "last synchronization are lost: %d.",
                 *(worker, self._cluster.training_addresses[worker], why, rows),
             )
             self._on_loss(worker, rows)
-            self._tell_members()
 
     def _tell_members(self):
-        members = [0, *sorted(self._members)]
-        counts = dict(self._joins), dict(self._connections), dict(self._missed_steps)
-        self._on_members(MembersRecord(members, *counts, took_part=dict(self._took_part)))
+        """Tells the supervisor of changes. Not under the lock, since a disk may be slow.
+
+        If this fails, the next call tries again.
+        """
+        with self._telling:
+            with self._changed:
+                if self._is_told:
+                    return
+                self._is_told = True
+                counts = dict(self._joins), dict(self._connections), dict(self._missed_steps)
+                record = MembersRecord([0, *sorted(self._members)], *counts, took_part=dict(self._took_part))
+            try:
+                self._on_members(record)
+            except OSError as error:
+                self._is_told = False
+                if not self._has_failed_to_tell:
+                    self._has_failed_to_tell = True
+                    logging.warning(
+                        "Worker 0 cannot tell `tfdist run` its members (%s). It tries again at each synchronization. "
+                        "Until then a lost worker may not start again alone.",
+                        error,
+                    )
 
     def _send(self, worker, link, message):
         try:
@@ -297,3 +345,12 @@ class RoundChief:
         with ThreadPoolExecutor(len(links)) as pool:
             sent = pool.map(lambda worker: self._send(worker, links[worker], messages[worker]), links)
             return [worker for worker, is_sent in zip(links, list(sent), strict=True) if is_sent]
+
+
+def _is_at(part: Message, kind: str, place: Any) -> bool:
+    return (part.kind, part.fields.get("place")) == (kind, place)
+
+
+def _rows_of(part: Message) -> int:
+    """Returns the rows on which a worker has trained for a part with weights; 0 for other parts."""
+    return part.fields["done"]["rows"] if "done" in part.fields else 0

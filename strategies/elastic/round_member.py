@@ -82,6 +82,8 @@ class RoundMember:
                 continue
             if isinstance(heard, str):
                 self._lost = heard
+            elif heard.kind == "left out":
+                self._lost = heard.fields["why"]
             elif heard.kind in kinds and (fit is None or heard.fields.get("fit", fit) >= fit):
                 return heard
 
