@@ -84,3 +84,31 @@ def test_a_worker_that_comes_back_gets_the_weights_of_the_end_of_an_earlier_fit(
     assert len(heard[0].arrays) == len(ends)
     for array, end in zip(heard[0].arrays, ends, strict=True):
         np.testing.assert_array_equal(array, end)
+
+
+def test_a_fit_without_an_epoch_ends_for_members(zero):
+    model = zero.model()
+    zero.compile(model, keras.optimizers.SGD)
+    member = zero.joining(0)
+    zero.fit(model, epochs=2, initial_epoch=2)
+    assert member.hear("over", fit=0).fields["fit"] == 0
+
+
+class Skips(keras.callbacks.Callback):
+    """Lets Keras begin after the last epoch, as a backup of the end of this `fit` does."""
+
+    def on_train_begin(self, logs=None):
+        self.model._initial_epoch = 1
+
+
+def test_a_fit_that_a_backup_has_done_ends_for_members(zero, tmp_path):
+    model = zero.model()
+    zero.compile(model, keras.optimizers.SGD)
+    member = zero.joining(0)
+    zero.fit(model, tfdist.callbacks.BackupAndRestore(tmp_path), Skips(), epochs=1)
+    assert member.hear("over", fit=0).fields["fit"] == 0
+
+
+def test_a_second_strategy_is_refused(zero):
+    with pytest.raises(ValueError, match="one strategy"):
+        tfdist.MultiWorkerMirroredStrategy(synchronization=zero.strategy.synchronization)

@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -60,15 +60,27 @@ class ElasticTraining:
     Attributes:
       worker: The number of this worker.
       workers: Number of workers of the job.
+
+    Raises:
+      ValueError: If this process has made one for the cluster before.
     """
 
+    _clusters: ClassVar[set[tuple[int, tuple[str, ...]]]] = set()
+
     def __init__(self, synchronization: Synchronization, cluster: ClusterSpec, strategy: Any):
+        here = cluster.worker_id, cluster.training_addresses
+        if here in self._clusters:
+            raise ValueError(
+                "With tolerate_lost_workers a program must make one strategy, since a worker that starts again could "
+                "not tell which of several the others use, but this program makes another. Use the first one for all "
+                "models."
+            )
         self.worker, self.workers = cluster.worker_id, cluster.num_workers
         self._synchronization, self._strategy = synchronization, weakref.ref(strategy)
         self._averaging, self._fits, self._round_seconds = RoundAveraging(synchronization, self.workers), 0, 0.0
         self._fit: FitInRounds | None = None
         self._options = options = strategy.fault_tolerance
-        self._told_at = 0.0
+        self._told_at, self._has_trained = 0.0, False
         self._chief: RoundChief | None = None
         self._ended = EndedFits()
         silence_seconds = _BEATS_MISSED * options.heartbeat_timeout_seconds
@@ -85,6 +97,7 @@ class ElasticTraining:
         strategy.reports.place = range(self.worker * devices, (self.worker + 1) * devices), self.workers * devices
         count = weakref.WeakMethod(self._count_rows)
         strategy.reports.listeners.append(lambda report: (known := count()) and known(report))
+        self._clusters.add(here)
 
     def refuse_loop(self) -> None:
         """Refuses training outside of `fit`, where nothing would synchronize.
@@ -127,6 +140,8 @@ class ElasticTraining:
         self._fits += 1
         if self._chief is not None:
             self._chief.fit = fit.number
+            if keras_stack.trains_no_epoch():  # No callback would end it.
+                self.end_fit()
             return
         self._member.send(Message("join", {"fit": fit.number, "is_warm": False}))
         with self._waiting():
@@ -306,9 +321,10 @@ class ElasticTraining:
         if self._chief is not None:
             is_first, fit.has_begun = not fit.has_begun, True
             if is_first:
-                workers = range(1, self.workers) if fit.number == 0 else None
+                workers = None if self._has_trained else range(1, self.workers)
                 with self._waiting():
                     joining = self._chief.await_workers(fit.number, workers, self._options.start_timeout_seconds)
+                self._has_trained = True
             else:
                 joining = self._chief.joining(fit.number)
             if joining:

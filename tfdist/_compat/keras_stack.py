@@ -71,6 +71,7 @@ __all__ = [
     "sharding_of_fit",
     "spec_to_predict",
     "tf_keras_exchanges_gradients",
+    "trains_no_epoch",
     "variable_being_made",
     "variable_made_late",
     "variables_of_summed_gradients",
@@ -371,6 +372,15 @@ def place_in_fit() -> tuple[int, int]:
     frame = call_stack.frame_of(_TRAINER.fit)
     given = {} if frame is None else frame.f_locals
     return int(given.get("epoch", 0)), int(given.get("begin_step", 0))
+
+
+def trains_no_epoch() -> bool:
+    """Returns whether the arguments of the innermost running `fit` in this thread leave no epoch to train.
+
+    Without it: other workers wait for a `fit` of no epochs, of which worker 0 does not notice the end.
+    """
+    frame = call_stack.frame_of(_TRAINER.fit)
+    return frame is not None and frame.f_locals["initial_epoch"] >= frame.f_locals["epochs"]
 
 
 def sharding_of_fit() -> Any:

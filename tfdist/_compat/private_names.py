@@ -142,7 +142,7 @@ _NAMES_BY_FEATURE = {
             f"{_MODEL}.{name}"
             for name in ("fit(epoch_iterator)", "fit(callbacks)", "fit(self)", "fit(epoch)", "fit(begin_step)")
         ),
-        f"{_MODEL}.fit(validation_data)",
+        *(f"{_MODEL}.fit({name})" for name in ("validation_data", "epochs", "initial_epoch")),
         *(f"{_MODEL}.{name}" for name in ("evaluate(epoch_iterator)", "evaluate(use_cached_eval_dataset)")),
         *(f"{_MODEL}.{name}" for name in ("predict(epoch_iterator)", "compile(self)")),
         *(f"{_MODEL}.{name}" for name in ("_maybe_symbolic_build(self)", "_maybe_symbolic_build(iterator)")),

@@ -130,7 +130,10 @@ class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
         """Does nothing, unlike Keras' callback: the appended `FitBackup` saves."""
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Does nothing, unlike Keras' callback: the appended `FitBackup` removes the backups."""
+        """Ends a `fit` that was done before, also for members of local steps. `FitBackup` removes the backups."""
+        elastic = getattr(self.model.distribute_strategy, "elastic", None)
+        if elastic is not None:  # Without an epoch, no other callback of the strategy has ended it.
+            elastic.end_fit()
 
 
 def _checked_frequency(save_freq: Any) -> Any:
