@@ -26,8 +26,11 @@ from tfdist.faults.shutdown import leave_together
 _CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
 
 
-def join(cluster_resolver, options, connect):
-    """Joins this process to its cluster once all workers are there; TensorFlow would wait without a deadline."""
+def join(cluster_resolver, options, connect, remedy):
+    """Joins this process to its cluster once all workers are there; TensorFlow would wait without a deadline.
+
+    `remedy` says what to change if TensorFlow's runtime has started.
+    """
     if cluster_resolver.task_type not in ("chief", "worker"):
         connect(cluster_resolver)
         return
@@ -40,8 +43,7 @@ def join(cluster_resolver, options, connect):
         raise ClusterError(
             "A strategy of many workers must be made before TensorFlow's runtime starts, since the runtime joins the "
             "cluster when it starts, but a tensor, a variable, a layer or a dataset was made before. This is "
-            f"{cluster.describe()} on {socket.gethostname()}. Move `tfdist.MultiWorkerMirroredStrategy()` to the top "
-            "of the program, right after the imports."
+            f"{cluster.describe()} on {socket.gethostname()}. {remedy}"
         )
     if tf_internals.context.context().coordination_service is None:
         check_bindable(cluster, pod_seconds=options.start_timeout_seconds)

@@ -28,7 +28,7 @@ from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
 from tfdist.strategies.collectives.peer_connections import connect
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.compression import Codec
-from tfdist.strategies.local_steps.synchronization import described
+from tfdist.strategies.local_steps.synchronization import described, remedy_of_early_start
 from tfdist.strategies.replicated_extended import ReplicatedExtended
 
 # TensorFlow sends tensors in strings of this many bytes, by default 4096: see grpc_worker_service.cc. From 128 KiB on,
@@ -287,7 +287,8 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
     def _initialize_multi_worker(self, cluster_resolver):
         options = self._container_strategy().fault_tolerance
         if not MultiWorkerExtended._has_joined:
-            join(cluster_resolver, options, super()._initialize_multi_worker)
+            remedy = remedy_of_early_start(self._container_strategy().synchronization)
+            join(cluster_resolver, options, super()._initialize_multi_worker, remedy)
             MultiWorkerExtended._has_joined = True
         else:
             self._std_server_started = True

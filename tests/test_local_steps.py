@@ -1,5 +1,6 @@
 """Training by local steps equals a plain reference of the algorithm, on devices and on workers, with few exchanges."""
 
+import functools
 import gc
 import types
 
@@ -12,7 +13,7 @@ import tfdist
 from local_step_checks import DILOCO, LOCAL, STREAMING
 from tfdist.strategies.local_steps.fragments import deal_out, has_arrived, is_due
 from tfdist.strategies.local_steps.local_training import LocalTraining
-from tfdist.strategies.local_steps.synchronization import check_synchronization
+from tfdist.strategies.local_steps.synchronization import check_synchronization, described, remedy_of_early_start
 
 KINDS = {"LocalSGD": LOCAL, "DiLoCo": DILOCO}
 
@@ -197,7 +198,7 @@ def test_first_steps_average_gradients(pools):
 def test_an_outer_optimizer_begins_after_the_first_steps(pools):
     """An outer learning rate of 1 without momentum takes the average of the weights, as LocalSGD does."""
     averaged = pools("2x1").run(checks.trained, "2x1", tfdist.LocalSGD(every=4, start_step=6), epochs=2)
-    outer = keras.optimizers.SGD(1.0)
+    outer = functools.partial(keras.optimizers.SGD, 1.0)  # An optimizer would start the runtime of a real worker.
     applied = pools("2x1").run(checks.trained, "2x1", tfdist.DiLoCo(4, outer, start_step=6), epochs=2)
     for mine, theirs in zip(applied, averaged, strict=True):
         for own, other in zip(mine["copies"], theirs["copies"], strict=True):
@@ -251,7 +252,12 @@ def test_synchronizations_send_the_weights_once(pools):
         (lambda: tfdist.DiLoCo(every=4, fragments=5), "`fragments` of DiLoCo must be at most `every`, 4"),
         (lambda: tfdist.DiLoCo(overlap_steps=-1), "`overlap_steps` of DiLoCo must be an integer of at least 0"),
         (lambda: tfdist.DiLoCo(every=4, overlap_steps=4), "`overlap_steps` of DiLoCo must be less than `every`, 4"),
-        (lambda: tfdist.DiLoCo(outer_optimizer="sgd"), "must be an optimizer of Keras"),
+        (lambda: tfdist.DiLoCo(outer_optimizer="sgd"), "must be a function that makes an optimizer of Keras"),
+        (lambda: tfdist.DiLoCo(outer_optimizer=lambda: "sgd").new_outer_optimizer(), "must be a function"),
+        (
+            lambda: tfdist.DiLoCo(outer_optimizer=lambda: keras.optimizers.SGD(use_ema=True)).new_outer_optimizer(),
+            "Leave `use_ema`",
+        ),
         (lambda: tfdist.DiLoCo(outer_optimizer=keras.optimizers.SGD(use_ema=True)), "Leave `use_ema`"),
         (lambda: check_synchronization("local", None, None), "must be None, `tfdist.LocalSGD"),
         (lambda: check_synchronization(LOCAL, "optimizer", None), "Leave one of the two out"),
@@ -263,3 +269,20 @@ def test_synchronizations_send_the_weights_once(pools):
 def test_unsuitable_options_are_refused(make, words):
     with pytest.raises((TypeError, ValueError), match=words):
         make()
+
+
+@pytest.mark.unit
+def test_an_outer_optimizer_made_too_early_is_named():
+    early = tfdist.DiLoCo(outer_optimizer=keras.optimizers.Adam())
+    assert "`outer_optimizer=lambda: keras.optimizers.Adam(...)`" in remedy_of_early_start(early)
+    for other in (None, DILOCO, LOCAL, tfdist.DiLoCo(outer_optimizer=keras.optimizers.SGD)):
+        assert "to the top of the program" in remedy_of_early_start(other)
+
+
+@pytest.mark.unit
+def test_functions_are_compared_by_the_optimizers_they_make():
+    first, same, other = (
+        tfdist.DiLoCo(outer_optimizer=functools.partial(keras.optimizers.SGD, r)) for r in (0.5, 0.5, 1.0)
+    )
+    assert described(first) == described(same) != described(other)
+    assert "0x" not in described(first)

@@ -57,8 +57,10 @@ class DiLoCo:
 
     Args:
       every: Number of training steps between two synchronizations, at least 1.
-      outer_optimizer: A Keras optimizer, by default `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. The
-        strategy makes its own from the configuration of this one.
+      outer_optimizer: A function without arguments that makes a Keras optimizer, by default
+        `lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. Or an optimizer, where one process trains, or
+        with `tolerate_lost_workers`: elsewhere its variables would start TensorFlow before the workers are connected.
+        The strategy makes its own optimizers from the configuration of this one.
       fragments: Number of parts of about equal sizes into which the weights are divided. Each part synchronizes every
         `every` steps, one after another at equal distances. So an exchange is shorter, and the link is used evenly. At
         most `every` and the number of weights.
@@ -75,7 +77,8 @@ class DiLoCo:
       ValueError: If `every` is less than 1, `fragments` is less than 1 or more than `every`, `start_step` is negative,
         `overlap_steps` is negative or not less than `every`, the outer optimizer averages weights, accumulates
         gradients or scales the loss, or options exclude each other.
-      TypeError: If `outer_optimizer` is not an optimizer of Keras.
+      TypeError: If `outer_optimizer` is neither an optimizer of Keras nor a function. What a function makes is checked
+        by the strategy.
 
     References:
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
@@ -107,27 +110,21 @@ class DiLoCo:
                 f"`overlap_steps` of DiLoCo must be less than `every`, {self.every}, since a fragment must arrive "
                 f"before it departs again, got {self.overlap_steps}. Give a smaller number, or a larger `every`."
             )
-        outer = self.outer_optimizer
-        if outer is None:
-            return
-        if not isinstance(outer, keras.optimizers.Optimizer):
-            raise TypeError(
-                "The `outer_optimizer` of DiLoCo must be an optimizer of Keras, such as `keras.optimizers.SGD(0.7, "
-                f"momentum=0.9, nesterov=True)`, got {outer!r}."
-            )
-        is_wrapper = isinstance(outer, keras.optimizers.LossScaleOptimizer)
-        if is_wrapper or getattr(outer, "use_ema", False) or getattr(outer, "gradient_accumulation_steps", None):
-            raise ValueError(
-                "The `outer_optimizer` of DiLoCo applies each average at once, so it cannot scale losses, keep "
-                f"averages of weights or accumulate gradients, got a {type(outer).__name__} that does. Leave `use_ema` "
-                "and `gradient_accumulation_steps` out."
-            )
+        if self.outer_optimizer is not None and (self.has_made_optimizer or not callable(self.outer_optimizer)):
+            _check_outer_optimizer(self.outer_optimizer)
+
+    @property
+    def has_made_optimizer(self) -> bool:
+        """Whether `outer_optimizer` is an optimizer, not a function that makes it."""
+        return isinstance(self.outer_optimizer, keras.optimizers.Optimizer)
 
     def new_outer_optimizer(self) -> keras.optimizers.Optimizer:
         """Returns an optimizer with the configuration of `outer_optimizer`, made in the scope of the caller."""
         if self.outer_optimizer is None:
             return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True, name="outer_sgd")
-        return type(self.outer_optimizer).from_config(self.outer_optimizer.get_config())
+        given = self.outer_optimizer if self.has_made_optimizer else self.outer_optimizer()
+        _check_outer_optimizer(given)
+        return type(given).from_config(given.get_config())
 
 
 Synchronization = LocalSGD | DiLoCo
@@ -157,7 +154,7 @@ def check_synchronization(synchronization: Any, model_sharding: Any, compression
         raise ValueError(
             "LocalSGD averages weights, which codecs would round too coarsely, but got compression="
             f"{compression!r}. Leave compression out, or use `tfdist.DiLoCo(every={synchronization.every}, "
-            "outer_optimizer=keras.optimizers.SGD(1.0))`, which averages the changes of the weights, encoded."
+            "outer_optimizer=lambda: keras.optimizers.SGD(1.0))`, which averages the changes of the weights, encoded."
         )
     if synchronization.tolerate_lost_workers and compression is not None:
         raise ValueError(
@@ -176,23 +173,51 @@ def described_state(synchronization: Synchronization) -> str:
     if not isinstance(synchronization, DiLoCo):
         return type(synchronization).__name__
     numbers = f"fragments={synchronization.fragments}, overlap_steps={synchronization.overlap_steps}"
-    return f"DiLoCo({numbers}, outer_optimizer={_described_optimizer(synchronization.outer_optimizer, but='name')})"
+    return f"DiLoCo({numbers}, outer_optimizer={_described_optimizer(synchronization)})"
 
 
 def described(synchronization: Synchronization | None) -> str:
-    """Describes a synchronization equally in every process, to compare workers."""
+    """Describes a synchronization equally in every process, to compare workers. May make an optimizer."""
     if not isinstance(synchronization, DiLoCo):
         return repr(synchronization)
     names = ("every", "fragments", "start_step", "overlap_steps", "tolerate_lost_workers", "equal_time")
     numbers = ", ".join(f"{name}={getattr(synchronization, name)}" for name in names)
-    return f"DiLoCo({numbers}, outer_optimizer={_described_optimizer(synchronization.outer_optimizer)})"
+    return f"DiLoCo({numbers}, outer_optimizer={_described_optimizer(synchronization)})"
 
 
-def _described_optimizer(optimizer: Any, but: str | None = None) -> str:
-    if optimizer is None:
+def _described_optimizer(synchronization: DiLoCo) -> str:
+    if synchronization.outer_optimizer is None:
         return "None"
-    config = {name: value for name, value in sorted(optimizer.get_config().items()) if name != but}
+    optimizer = synchronization.new_outer_optimizer()
+    # Keras numbers the names of a process.
+    config = {name: value for name, value in sorted(optimizer.get_config().items()) if name != "name"}
     return f"{type(optimizer).__name__}({config})"
+
+
+def remedy_of_early_start(synchronization: Synchronization | None) -> str:
+    """Says what to change if TensorFlow's runtime has started before the strategy was made."""
+    if isinstance(synchronization, DiLoCo) and synchronization.has_made_optimizer:
+        name = type(synchronization.outer_optimizer).__name__
+        return (
+            "The `outer_optimizer` of DiLoCo has variables: give a function that makes it, such as "
+            f"`outer_optimizer=lambda: keras.optimizers.{name}(...)`."
+        )
+    return "Move `tfdist.MultiWorkerMirroredStrategy()` to the top of the program, right after the imports."
+
+
+def _check_outer_optimizer(outer: Any) -> None:
+    if not isinstance(outer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "The `outer_optimizer` of DiLoCo must be a function that makes an optimizer of Keras, such as `lambda: "
+            f"keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`, or such an optimizer, got {outer!r}."
+        )
+    is_wrapper = isinstance(outer, keras.optimizers.LossScaleOptimizer)
+    if is_wrapper or getattr(outer, "use_ema", False) or getattr(outer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "The `outer_optimizer` of DiLoCo applies each average at once, so it cannot scale losses, keep "
+            f"averages of weights or accumulate gradients, got a {type(outer).__name__} that does. Leave `use_ema` "
+            "and `gradient_accumulation_steps` out."
+        )
 
 
 def _check_tolerance(options: Synchronization) -> None:
