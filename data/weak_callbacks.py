@@ -1,6 +1,5 @@
 """Weak wrappers for methods, so that callers like `tf.data`, which never release callbacks, keep no data alive."""
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ def listen(listeners: list[Callable[..., None]], method: Callable[..., None]) ->
     """
 
     def end(_: Any = None) -> None:
-        with contextlib.suppress(ValueError):
+        if call in listeners:  # Only built-in names: it also runs when the interpreter ends, and has cleared modules.
             listeners.remove(call)
 
     def call(*args: Any) -> None:

@@ -66,6 +66,7 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
       decisions: The decisions of this process, each with its reasons, oldest first.
 
     Raises:
+      TypeError: If `sharding` is not a `BalancedSharding`.
       ValueError: If an argument is out of range, or the sharding has no `batch_size_range`. When `fit` begins: if no
         strategy of tfdist trains on the sharding, the learning rate is a schedule, replicas divide the weights, they
         train by local steps, or a codec delays most of a gradient (`PowerSGD`, `TopK`, `Sign`).
@@ -87,6 +88,12 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
         learning_rate: str | None = "auto",
     ):
         super().__init__()
+        if not isinstance(sharding, BalancedSharding):
+            raise TypeError(
+                "An AdaptiveBatch needs the BalancedSharding that `fit` trains on, got a "
+                f"{type(sharding).__name__}. Make it with BalancedSharding(data, global_batch_size=..., "
+                "batch_size_range=(smallest, largest))."
+            )
         if sharding.batch_size_range is None:
             raise ValueError(
                 "An AdaptiveBatch chooses a batch size within the batch_size_range of its sharding, but this sharding "
