@@ -23,10 +23,10 @@ class MemberLink:
       silence_seconds: How long the peer may be silent, or take nothing, before it counts as frozen or cut off.
       on_message: Called in a thread of this object with each message but signs of life.
       on_end: Called once in that thread when the connection has ended, with the reason.
-      tells: Returns what signs of life tell the peer, as JSON.
+      tells: Returns the content of each sign of life for the peer, as JSON.
 
     Attributes:
-      told: What the newest sign of life of the peer tells.
+      told: The content of the peer's newest sign of life.
     """
 
     def __init__(

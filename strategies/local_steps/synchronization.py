@@ -77,8 +77,8 @@ class DiLoCo:
       ValueError: If `every` is less than 1, `fragments` is less than 1 or more than `every`, `start_step` is negative,
         `overlap_steps` is negative or not less than `every`, the outer optimizer averages weights, accumulates
         gradients or scales the loss, or options exclude each other.
-      TypeError: If `outer_optimizer` is neither an optimizer of Keras nor a function. What a function makes is checked
-        by the strategy.
+      TypeError: If `outer_optimizer` is neither an optimizer of Keras nor a function. The strategy checks the result
+        of a function.
 
     References:
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
