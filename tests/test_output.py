@@ -1,5 +1,9 @@
-"""The terminal shows a worker's output without the lines of libraries, for input in pieces of any size."""
+"""The terminal shows a worker's output without the lines of libraries, for input in pieces of any size.
 
+A command whose output nobody reads any more ends without an error.
+"""
+
+import os
 import random
 import re
 import subprocess
@@ -7,6 +11,8 @@ import sys
 
 import pytest
 
+from launched import DEADLINE_SECONDS
+from tfdist.launch.closed_pipe import run_while_read
 from tfdist.launch.first_failure import last_lines
 from tfdist.launch.line_splitter import LineSplitter
 from tfdist.launch.terminal_filter import TerminalFilter, is_library_line
@@ -201,3 +207,48 @@ def test_the_last_lines_of_a_worker_have_the_last_state_of_a_progress_bar():
     library = OF_LIBRARIES[0]
     output = f"before\n{library}\n{bar}{library}\n{bar}\nafter\n"
     assert last_lines(output) == ["before", "9/9", "9/9", "after"]
+
+
+def without_reader(*command):
+    """Runs a Python program whose standard output nobody reads. Returns its exit code and its standard error."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    options = {"stderr": subprocess.PIPE, "env": buffered, "text": True, "timeout": DEADLINE_SECONDS}
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, *command], stdout=writer, **options)
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr
+
+
+def test_a_command_whose_output_nobody_reads_ends_calmly(tmp_path):
+    for number in range(2000):  # More text than a buffer holds.
+        (tmp_path / f"attempt-{number}").mkdir()
+    assert without_reader("-m", "tfdist", "report", "--no-html", str(tmp_path)) == (1, "")
+    assert without_reader("-m", "tfdist", "plan", "--help") == (0, "")
+
+
+# Commands, and their exit codes.
+UNREAD = {
+    "a short text": ("print('text') or 3", 3),
+    "a text that fills the buffer": ("[print('x' * 99) for _ in range(999)] and 3", 1),
+    "a table": ("rich.console.Console().print('text') or 3", 1),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_output_that_nobody_reads_is_dropped(name):
+    command, code = UNREAD[name]
+    imports = "import sys, rich.console; from tfdist.launch.closed_pipe import run_while_read"
+    assert without_reader("-c", f"{imports}; sys.exit(run_while_read(lambda: {command}))") == (code, "")
+
+
+def test_a_closed_pipe_beside_standard_output_is_an_error():
+    ends = os.pipe()
+    os.close(ends[0])
+    try:
+        with pytest.raises(BrokenPipeError):
+            run_while_read(lambda: os.write(ends[1], b"x"))
+    finally:
+        os.close(ends[1])

@@ -32,6 +32,7 @@ from tfdist.launch import (
     private_network,
     worker_script,
 )
+from tfdist.launch.closed_pipe import run_while_read
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.run_terminal import RunTerminal, can_draw_table
 from tfdist.launch.stop_signals import stop_signals
@@ -66,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: With code 2 for a wrong command line, with code 0 after `--help` and `--version`.
     """
     _open_standard_streams()
-    argv = sys.argv[1:] if argv is None else list(argv)
+    return run_while_read(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _main(argv: list[str]) -> int:
     flags.FLAGS(["tfdist"])  # absl's logging needs parsed flags; argparse parses the command line.
     logging.use_absl_handler()
     logging.get_absl_handler().setFormatter(std_logging.Formatter("tfdist: %(message)s"))
