@@ -61,6 +61,7 @@ _ATTEMPTS = 5
 _FRAME_BYTES = 1514
 # A smaller bucket would cut the kernel's large packets into frames, which costs processor time.
 _MIN_BURST_BYTES = 70_000
+QUEUE_SECONDS = 0.1  # A link drops what would wait longer.
 _BURST_SECONDS = 0.004  # A busy machine may be this late without losing rate. After a pause, this much is not limited.
 _STREAM = pathlib.Path(__file__).with_name("netlab_stream.py")
 _DELAY = pathlib.Path(__file__).with_name("netlab_delay.py")
@@ -118,6 +119,7 @@ class Netlab:
         self.machine_limit: float | None = None
         self._count = hosts
         self._shaped = False
+        self._queue_seconds = QUEUE_SECONDS
         self._slot: Slot | None = None
 
     def __enter__(self) -> "Netlab":
@@ -156,13 +158,18 @@ class Netlab:
             atexit.unregister(self.close)
             slot.close(standing=True)
 
-    def shape(self, rate: str | None) -> None:
+    def shape(self, rate: str | None, queue_seconds: float = QUEUE_SECONDS) -> None:
         """Changes the rate of all links, and measures them; see the class.
+
+        Args:
+          rate: The new rate.
+          queue_seconds: How long a frame may wait at the begin of a link. A link drops frames that would wait longer.
 
         Raises:
           ValueError: If `rate` is not a rate.
           NetlabError: If the rate of a link is off by more than 5 % although the machine could do better.
         """
+        self._queue_seconds = queue_seconds
         self._set_rate(rate)
         self.rate = rate
         self.check()
@@ -231,7 +238,7 @@ class Netlab:
         asked, slot = parse_rate(rate), self._owned()
         if asked is None and not self._shaped:
             return
-        action, bucket = ("del", []) if asked is None else ("replace", _bucket(asked))
+        action, bucket = ("del", []) if asked is None else ("replace", _bucket(asked, self._queue_seconds))
         for index, host in enumerate(self.hosts):
             for namespace, device in ((host.name, host.interface), (slot.switch, f"port{index}")):
                 slot.run("tc", "-n", namespace, "qdisc", action, "dev", device, "root", *bucket)
@@ -321,8 +328,9 @@ def _burst_bytes(asked: float) -> int:
     return max(_MIN_BURST_BYTES, int(asked / 8 * _BURST_SECONDS))
 
 
-def _bucket(asked: float) -> list[str]:
-    return ["tbf", "rate", f"{int(asked)}bit", "burst", str(_burst_bytes(asked)), "latency", "100ms"]
+def _bucket(asked: float, queue_seconds: float = QUEUE_SECONDS) -> list[str]:
+    latency = f"{round(1e3 * queue_seconds)}ms"
+    return ["tbf", "rate", f"{int(asked)}bit", "burst", str(_burst_bytes(asked)), "latency", latency]
 
 
 def _durations(asked: float | None) -> tuple[float, float]:

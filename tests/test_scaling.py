@@ -58,6 +58,27 @@ def test_a_factor_of_time_counts_for_all_links_or_one(given, expected):
         assert scaling.chosen_dilations(["1gbit", "10gbit"]) == expected
 
 
+@dataclasses.dataclass
+class _ShapedLab:
+    """Takes the place of a lab, and keeps what its links were asked for."""
+
+    hosts: tuple = ()
+    asked: tuple = ()
+    bits_per_second: float = 95e6
+
+    def shape(self, rate, queue_seconds):
+        self.asked = (rate, queue_seconds)
+
+
+def test_in_dilated_time_links_have_less_rate_and_queues_of_equal_size():
+    lab = _ShapedLab()
+    network = turns.Network(lab, 2, {"1gbit": 10.0})
+    assert network.shape("1gbit") == pytest.approx(950e6)
+    assert lab.asked == ("100000.000kbit", pytest.approx(10 * netlab.QUEUE_SECONDS))
+    network.shape("100mbit")
+    assert lab.asked == ("100mbit", netlab.QUEUE_SECONDS)
+
+
 @pytest.mark.parametrize("given", [[], ["0.5"], ["fast"], ["1", "2", "3"]])
 def test_wrong_factors_of_time_raise(given):
     scaling.FLAGS.mark_as_parsed()
