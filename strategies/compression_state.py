@@ -113,11 +113,12 @@ class CompressionState(tf.Module):
         gradients: Sequence[Gradient],
         variables: Sequence[Any],
         partitions: Sequence[Any] = (),
+        fragment: str = "",
     ) -> EncodedReducer:
         """Returns the `EncodedReducer` that sums these gradients of an optimizer, and makes it at the first call.
 
         `variables` are the variables of the gradients; empty if they are not known. `partitions` say how the sums are
-        divided among replicas; see `EncodedReducer`.
+        divided among replicas; see `EncodedReducer`. `fragment` is that of a `ReductionRequest`.
 
         Raises:
           ValueError: If collectives cannot sum gradients of this type, if the policy chooses a codec that cannot encode
@@ -131,7 +132,7 @@ class CompressionState(tf.Module):
             gc.collect()  # Free the names of deleted optimizers. Not under the lock, which `_forget` may need.
         with self._known.lock:
             if key not in self._known.exchanges:
-                self._known.exchanges[key] = self._make(gradients, key, optimizer, places, partitions)
+                self._known.exchanges[key] = self._make(gradients, key, optimizer, places, partitions, fragment)
                 weakref.finalize(anchor, _forget, weakref.ref(self), key).atexit = False
             self._known.exchanges[key].layout.check()
             return self._known.exchanges[key]
@@ -143,6 +144,7 @@ class CompressionState(tf.Module):
         optimizer: Any,
         places: list[int],
         partitions: Sequence[Any],
+        fragment: str,
     ) -> EncodedReducer:
         _check_summed(gradients)
         paths = keras_internals.paths_in_optimizer(optimizer, places) or [""] * len(gradients)
@@ -153,7 +155,7 @@ class CompressionState(tf.Module):
         made.paths = tuple(paths)
         _warn_of_unfit(made.dense_codecs, optimizer)
         if not made.encodes:
-            self._warn_of_none(gradients, codecs)
+            self._warn_of_none(gradients, codecs, fragment)
         name = self._known.free_name(key)
         try:
             setattr(self, name, made)  # Makes the exchange part of checkpoints.
@@ -282,9 +284,12 @@ class CompressionState(tf.Module):
         states = [state for exchange in self.exchanges for replica in exchange.states for state in replica]
         return sum(state.shape.num_elements() * state.dtype.size for state in states)
 
-    def _warn_of_none(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None]) -> None:
-        """Warns once if no gradient of an optimizer is compressed, with the reason for the largest gradient."""
-        if self._has_warned or not self._collectives.is_first(0):
+    def _warn_of_none(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None], fragment: str) -> None:
+        """Warns if no gradient of an optimizer is compressed, with the reason for the largest gradient.
+
+        Warns once for all optimizers, and once for each fragment.
+        """
+        if (self._has_warned and not fragment) or not self._collectives.is_first(0):
             return
         self._has_warned = True
         largest = max(range(len(gradients)), key=lambda i: gradients[i].shape.num_elements() or 0)
@@ -297,11 +302,13 @@ class CompressionState(tf.Module):
         elif isinstance(self._policy, OneCodec):
             reason = self._policy.objection(gradient.shape, gradient.dtype) or reason
         logging.warning(
-            "`compression` does nothing for an optimizer whose largest gradient is of shape %s, %s: %s. All its "
-            "gradients travel uncompressed.",
+            "`compression` does nothing for %s whose largest gradient is of shape %s, %s: %s. All its gradients travel "
+            "uncompressed.%s",
+            f"{fragment} of DiLoCo," if fragment else "an optimizer",
             gradient.shape,
             gradient.dtype.name,
             reason,
+            " To join them with larger ones, give fewer `fragments`." if fragment else "",
         )
 
     def described_codecs(self, model: keras.Model) -> list[str]:

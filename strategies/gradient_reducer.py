@@ -161,7 +161,9 @@ class GradientReducer:
         # A codec encodes parts for all replicas only. With groups each replica gets whole sums, and takes its part.
         has_groups = self._parts is not None and self._parts.groups is not None
         partitions = () if has_groups else request.partitions
-        return self.communication.exchange_of(request.optimizer, values, request.variables, partitions)
+        return self.communication.exchange_of(
+            request.optimizer, values, request.variables, partitions, request.fragment
+        )
 
     def check_compiled(self):
         """Refuses a step of several replicas that XLA compiles: it would become a program of a single device."""

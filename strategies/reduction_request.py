@@ -25,4 +25,5 @@ class ReductionRequest:
     # value is divided.
     partitions: Sequence[Division | None] = ()
     cuts: bool = True  # Whether large values with a partition are cut, see `PartBuckets`.
+    fragment: str = ""  # In words for warnings: the fragment of DiLoCo whose changes the values are, if it has several.
     what: str = "exchange other values"  # Says in error messages what the replica is about to do.

@@ -71,6 +71,8 @@ class ReplicatedStrategy:
         self._compare_model(model)
         fit = keras_stack.beginning_fit()
         if fit is not None:
+            if self.extended.local_training is not None:
+                self.extended.local_training.check_model(model, optimizers.optimizers_of(model))
             self._begin_fit(model, fit)
         scope = keras_steps.building(model, super().scope())
         return keras_calls.building(self.reports.activity, model, scope, begins_fit=fit is not None)

@@ -223,13 +223,13 @@ def refusal_of(call):
     return None
 
 
-def warnings_of(codec, make_optimizer, kind="dense"):
+def warnings_of(codec, make_optimizer, kind="dense", synchronization=None):
     """Returns the messages logged in the first training step of a model."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     absl_logging.get_absl_logger().addHandler(handler)
-    strategy = tfdist.MirroredStrategy(compression=codec)
+    strategy = tfdist.MirroredStrategy(compression=codec, synchronization=synchronization)
     keras.mixed_precision.set_global_policy("float64" if kind == "double" else "float32")
     try:
         with strategy.scope():

@@ -98,6 +98,21 @@ def trained(
     }
 
 
+def refusal_of_fit(placement, synchronization):
+    """Returns the error of a `fit` that is refused, and whether its training has begun."""
+    start_anew()
+    with strategy_of(placement, synchronization=synchronization).scope():
+        model = compiled()
+    begun = []
+    x, y = data()
+    try:
+        callback = keras.callbacks.LambdaCallback(on_train_begin=begun.append)
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[callback])
+    except ValueError as error:
+        return str(error), bool(begun)
+    return "", bool(begun)
+
+
 def reference(synchronization, *, replicas=2, epochs=1, optimizer="adam", steps=STEPS, extra=0, until=None):
     """The same training on one device, one replica after another. Returns the weights at each synchronization.
 

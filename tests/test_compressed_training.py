@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import compressed_checks as checks
+import tfdist
 from compressed_checks import CODECS, MIXTURES
 from keras_features import ROWS, run_row
 from tfdist import compression
@@ -315,6 +316,15 @@ WITH_MOMENTUM = functools.partial(SGD, momentum=0.9)
 def test_useless_or_unsuitable_codecs_warn(codec, optimizer, kind, warns, pools):
     for messages in pools("1x2").run(checks.warnings_of, codec, optimizer, kind):
         assert any(warns in message for message in messages) if warns else not messages, messages
+
+
+def test_each_fragment_without_a_compressed_gradient_is_named(pools):
+    in_turn = tfdist.DiLoCo(every=2, fragments=2)
+    for messages in pools("1x2").run(checks.warnings_of, "int8", SGD, "dense", in_turn):
+        first, second = messages
+        assert "for fragment 1 of 2 (1 weight, 1.19 kB) of DiLoCo, whose largest gradient is of shape (9, 33)" in first
+        assert "for fragment 2 of 2 (1 weight, 132 B) of DiLoCo, whose largest gradient is of shape (33,)" in second
+        assert all(message.endswith("give fewer `fragments`.") for message in messages)
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import types
 
 import keras
@@ -240,6 +241,19 @@ def test_synchronizations_send_the_weights_once(pools):
     assert sent(tfdist.LocalSGD(every=8)) <= whole / 7.9
     assert sent(tfdist.DiLoCo(every=100)) <= whole / 95
     assert sent(tfdist.DiLoCo(every=100), "int8") <= whole / 370
+
+
+def test_more_fragments_than_weights_are_refused_before_training(pools):
+    too_many = tfdist.DiLoCo(every=9, fragments=7)
+    words = "at most the number of weights .* got fragments=7 and 6 weights. Give a smaller number"
+    training, model = LocalTraining(too_many, OfTwoWorkers()), checks.compiled()
+    for _ in ("by the weights of the model", "by those of its optimizer"):
+        with pytest.raises(ValueError, match=words):
+            training.check_model(model, [model.optimizer])
+        model.optimizer.build(model.trainable_variables)
+    LocalTraining(STREAMING, OfTwoWorkers()).check_model(model, [model.optimizer])
+    refusal, has_begun = pools("1x2").run(checks.refusal_of_fit, "1x2", too_many)[0]
+    assert re.search(words, refusal) and not has_begun
 
 
 @pytest.mark.unit

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from tfdist.readable_numbers import counted
+
 
 def deal_out(sizes: Sequence[int], fragments: int) -> list[list[int]]:
     """Returns the places of the weights in each fragment, such that fragments have about equal sizes.
@@ -20,6 +22,20 @@ def deal_out(sizes: Sequence[int], fragments: int) -> list[list[int]]:
         places[smallest].append(place)
         filled[smallest] += sizes[place]
     return [sorted(each) for each in places]
+
+
+def check_suffice(weights: int, fragments: int) -> None:
+    """Checks that there is a weight for each fragment.
+
+    Raises:
+      ValueError: If there are fewer weights than fragments.
+    """
+    if weights < fragments:
+        raise ValueError(
+            "`fragments` of DiLoCo must be at most the number of weights that an optimizer trains, since each fragment "
+            f"has at least one of them, got fragments={fragments} and {counted(weights, 'weight')}. Give a smaller "
+            "number."
+        )
 
 
 def is_due(step: int, fragment: int, fragments: int, every: int) -> bool:

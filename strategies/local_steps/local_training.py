@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist._compat import keras_internals, keras_stack
 from tfdist.strategies.local_steps.background_exchanges import BackgroundExchanges
+from tfdist.strategies.local_steps.fragments import check_suffice
 from tfdist.strategies.local_steps.synchronization import Synchronization, described_state
 from tfdist.strategies.local_steps.trained_weights import TrainedWeights
 from tfdist.strategies.loss_weight import times
@@ -68,6 +69,21 @@ class LocalTraining:
         for optimizer in optimizers:
             trained.include(_keras_variables(optimizer, keras_internals.trained_variables(optimizer)))
         return trained
+
+    def check_model(self, model: keras.Model, optimizers: Sequence[Any]) -> None:
+        """Checks before the first step of a model that its weights suffice for all fragments, if they are known.
+
+        Raises:
+          ValueError: If there are more fragments than weights of an optimizer.
+        """
+        if id(model) in self._trained:  # Then only new weights need a fragment.
+            return
+        for optimizer in optimizers:
+            weights = keras_internals.trained_variables(optimizer)
+            if not weights and model.built and len(optimizers) == 1:
+                weights = model.trainable_variables  # Keras builds the optimizer for these.
+            if weights:
+                check_suffice(len(weights), getattr(self.synchronization, "fragments", 1))
 
     def has_trained(self, model: keras.Model) -> bool:
         """Whether replicas may have different weights of a model, since they have trained it."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.readable_numbers import counted, size
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.local_steps.averaging import times_share
 from tfdist.strategies.local_steps.synchronization import DiLoCo
@@ -40,6 +41,7 @@ class OuterUpdate:
 
     def __init__(self, options: DiLoCo, weights: Sequence[Any], fragment: int, strategy: Any):
         self.weights, self.fragment = list(weights), fragment
+        self._fragments = options.fragments
         with strategy.scope():
             self.optimizer = options.new_outer_optimizer()
             self.optimizer.build(self.weights)
@@ -139,8 +141,18 @@ class OuterUpdate:
 
     def _averaged(self, step: Step, changes: list[tf.Tensor], share: tf.Tensor) -> list[tf.Tensor]:
         weighted = [times_share(change, share) for change in changes]
-        request = ReductionRequest(tf.distribute.ReduceOp.SUM, weighted, self.optimizer, self.weights)
+        request = ReductionRequest(
+            tf.distribute.ReduceOp.SUM, weighted, self.optimizer, self.weights, fragment=self._described()
+        )
         return tf.distribute.get_strategy().extended.reducer_beside.reduce(request, step)
+
+    def _described(self) -> str:
+        """Describes the fragment for warnings, as "fragment 2 of 4 (3 weights, 12 kB)"; "" if it is the only one."""
+        if self._fragments == 1:
+            return ""
+        weights = counted(len(self.weights), "weight")
+        of_all = size(sum(each.shape.num_elements() * each.dtype.size for each in self._own(0)))
+        return f"fragment {self.fragment + 1} of {self._fragments} ({weights}, {of_all})"
 
     def _apply_outer(self, step: Step, averages: Sequence[tf.Tensor]) -> None:
         """Sets the weights to those of the last synchronization, and lets the outer optimizer update them."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.local_steps.averaging import average, share_of, times_share
 from tfdist.strategies.local_steps.background_exchanges import BackgroundExchanges
-from tfdist.strategies.local_steps.fragments import deal_out, has_arrived, is_due
+from tfdist.strategies.local_steps.fragments import check_suffice, deal_out, has_arrived, is_due
 from tfdist.strategies.local_steps.outer_update import OuterUpdate
 from tfdist.strategies.local_steps.own_thread import apart
 from tfdist.strategies.local_steps.synchronization import DiLoCo, Synchronization
@@ -66,7 +66,7 @@ class TrainedWeights:
         new = [each for each in weights if id(each.value) not in known]
         self.weights += new
         if new and self._diloco is not None:
-            self._check_suffice(new)
+            check_suffice(len(new), self._fragments)
             dealt = deal_out([each.shape.num_elements() for each in (weight.value for weight in new)], self._fragments)
             for fragment, places in enumerate(dealt):
                 own = [new[place] for place in places]
@@ -74,13 +74,6 @@ class TrainedWeights:
                 self.outer.append(made)
                 if self.travelling:
                     self.travelling[fragment].outer.append(made)
-
-    def _check_suffice(self, weights):
-        if len(weights) < self._fragments:
-            raise ValueError(
-                f"`fragments` of DiLoCo must be at most the number of weights of an optimizer, {len(weights)}, got "
-                f"{self._fragments}. Give a smaller number."
-            )
 
     def begin_update(self, step: Step) -> None:
         """Keeps a copy of the weights, before the first update of an optimizer since the last synchronization."""
