@@ -278,7 +278,7 @@ class ReplicatedStrategy:
 
     @property
     def communication(self) -> CompressionState | None:
-        """The states of codecs and the traffic of a strategy with `compression`; else `None`."""
+        """The states of codecs and the traffic of a strategy with `compression`; `None` for a strategy without."""
         return self.extended.communication
 
     def memory_report(self) -> MemoryReport:
