@@ -18,6 +18,7 @@ from tfdist.data.statistics import Statistics
 from tfdist.data.topology import ReplicaTopology
 from tfdist.data.validation import check_truth, checked_count, checked_whole
 from tfdist.data.weak_callbacks import weakly
+from tfdist.readable_numbers import counted
 
 
 class BalancedSharding(tf.train.experimental.PythonState):
@@ -128,8 +129,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self.plan = BatchPlan(len(self.source), size, order, drop_remainder)
         if not self.plan.steps_per_epoch:
             raise ValueError(
-                f"drop_remainder=True drops all {len(self.source)} examples, since global_batch_size is "
-                f"{global_batch_size}. Use a smaller global_batch_size."
+                f"drop_remainder=True drops all data ({counted(len(self.source), 'example')}), since "
+                f"global_batch_size is {global_batch_size}. Use a smaller global_batch_size."
             )
         self.batch_size_range = _checked_range(batch_size_range, size, len(self.source), drop_remainder)
         resizes = self.batch_size_range is not None
@@ -143,8 +144,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
     def __repr__(self) -> str:
         # Keras shows this text in its error if `fit` is given the sharding itself.
         return (
-            f"<BalancedSharding of {len(self.source)} examples: give Keras strategy.distribute_datasets_from_function("
-            "sharding), or without a strategy sharding() to train and sharding(training=False) to evaluate and predict>"
+            f"<BalancedSharding of {counted(len(self.source), 'example')}: give Keras "
+            "strategy.distribute_datasets_from_function(sharding), or without a strategy sharding() to train and "
+            "sharding(training=False) to evaluate and predict>"
         )
 
     @property
@@ -343,7 +345,7 @@ def _checked_range(sizes: Any, size: int, examples: int, drop_remainder: bool) -
     if not 1 <= low <= size <= high <= examples:
         raise ValueError(
             f"batch_size_range must hold the smallest and the largest global batch size, of which global_batch_size "
-            f"({size}) is one between, and not be larger than the data ({examples} examples), got {sizes!r}."
+            f"({size}) is one between, and not be larger than the data ({counted(examples, 'example')}), got {sizes!r}."
         )
     if drop_remainder:
         raise ValueError(

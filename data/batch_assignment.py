@@ -11,6 +11,7 @@ from tfdist.data.batch_plan import BatchPlan, split
 from tfdist.data.topology import ReplicaTopology
 from tfdist.errors import PositionError
 from tfdist.faults import activity
+from tfdist.readable_numbers import counted
 
 # Longest time without a report while `fit` trains or waits for input, once all assigned steps were reported with other
 # rows. Longer than any step should take.
@@ -143,9 +144,9 @@ class BatchAssignment:
                 self._wait_for(number)
                 if number < self._trained and not self.closed:
                     raise PositionError(
-                        f"{self._trained} training steps were reported to this BalancedSharding, but it assigned only "
-                        f"{number}. The model was also trained on other data with equally many rows during `fit`, for "
-                        "example by train_on_batch in a callback. Do that at the end of an epoch, or with another "
+                        f"This BalancedSharding got reports of {counted(self._trained, 'training step')}, but assigned "
+                        f"only {number}. The model was also trained on other data with equally many rows during `fit`, "
+                        "for example by train_on_batch in a callback. Do that at the end of an epoch, or with another "
                         "number of rows."
                     )
             self._number += 1
@@ -160,9 +161,9 @@ class BatchAssignment:
             if silent >= _LOOKS:
                 raise PositionError(
                     "A BalancedSharding assigns further steps only after reports of trained steps. It assigned "
-                    f"{number} steps, of which {self._trained} were reported, then {self._unlike} with other rows, the "
-                    f"last with {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. Train on the "
-                    "batches without changing their rows."
+                    f"{counted(number, 'step')}, of which {self._trained} were reported, then {self._unlike} with "
+                    f"other rows, the last with {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. "
+                    "Train on the batches without changing their rows."
                 )
 
     def _split(self, number: int, first: int) -> tuple[int, ...]:

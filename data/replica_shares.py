@@ -9,6 +9,7 @@ from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_plan import split
 from tfdist.data.replica_speed import SpeedModel
 from tfdist.data.topology import ReplicaTopology
+from tfdist.readable_numbers import counted
 
 _LEAST_WEIGHT = 1e-300  # With smaller weights, or larger ones than its inverse, quotients leave the range of floats.
 
@@ -115,8 +116,9 @@ class Shares:
             return [1.0] * replicas
         if len(self.policy) != replicas:
             raise ValueError(
-                f"policy must have one weight per replica, but {list(self.policy)} has {len(self.policy)} and there "
-                f'are {replicas} replicas. Give {replicas} weights, or "speed", which measures any number of replicas.'
+                f"policy must have one weight per replica, but {list(self.policy)} has {len(self.policy)} for "
+                f'{counted(replicas, "replica")}. Give {counted(replicas, "weight")}, or "speed", which measures any '
+                "number of replicas."
             )
         return list(self.policy)
 

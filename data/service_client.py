@@ -18,6 +18,7 @@ from tfdist.data.sources import Source
 from tfdist.data.sources.source import this_worker
 from tfdist.data.weak_callbacks import weakly
 from tfdist.errors import SourceError
+from tfdist.readable_numbers import counted
 from tfdist.run_files import ATTEMPT
 
 _Requests = list[tuple[When, np.ndarray]]  # Batches that are requested together.
@@ -131,9 +132,9 @@ class Service:
             if batch is None and len(indices) and patience:
                 problem = delivery.problem or f"sent nothing for {patience:g} s"
                 logging.warning(
-                    "%s %s. %s makes up to %d equal batches itself, more slowly, before it tries again. Check that "
-                    "the service runs, or restart it on the same port.",
-                    *(self._name, problem, this_worker(), len(requests) - number),
+                    "%s %s. %s makes up to %s itself, more slowly, before it tries again. Check that the "
+                    "service runs, or restart it on the same port.",
+                    *(self._name, problem, this_worker(), counted(len(requests) - number, "equal batch")),
                 )
                 self._is_silent, patience = True, 0.0  # From here on take only batches that have arrived.
             if batch is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdist.data.validation import as_count
+from tfdist.readable_numbers import counted
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -41,7 +42,7 @@ class ReplicaTopology:
         if global_batch_size < replicas:
             raise ValueError(
                 f"A global batch must hold at least one example per replica, but global_batch_size is "
-                f"{global_batch_size} and there are {replicas} replicas. Use a larger batch, or fewer replicas."
+                f"{global_batch_size} for {counted(replicas, 'replica')}. Use a larger batch, or fewer replicas."
             )
         # Keras' `predict` concatenates outputs by device first, and by worker within a device.
         parts = tuple(device * workers + number for number in range(workers) for device in range(devices))
@@ -55,7 +56,8 @@ def _limits(replicas: int, size: int, max_rows: Any) -> tuple[int, ...]:
     limits = [limit for limit in map(as_count, each) if limit is not None]
     if not len(limits) == len(each) == replicas or sum(limits) < size:
         raise ValueError(
-            f"max_rows must leave room for a global batch of {size} on {replicas} replicas, and must be an integer of "
-            f"at least 1 or a list of one integer per replica, got {max_rows!r}. Use larger limits, or a smaller batch."
+            f"max_rows must leave room for a global batch of {size} on {counted(replicas, 'replica')}, and must be an "
+            f"integer of at least 1 or a list of one integer per replica, got {max_rows!r}. Use larger limits, or a "
+            "smaller batch."
         )
     return tuple(min(limit, size) for limit in limits)

@@ -90,7 +90,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         columns = {mode or "unsharded": dataclasses.asdict(need) for mode, need in self.needs.items()}
         groups = "" if self.shard_group_size is None else f" in groups of {self.shard_group_size}"
-        return f"{self.replicas} replicas{groups}, without activations and batches\n{memory_table(columns)}"
+        return f"{counted(self.replicas, 'replica')}{groups}, without activations and batches\n{memory_table(columns)}"
 
 
 def _total(need: MemoryNeed) -> int:

@@ -19,6 +19,7 @@ from tfdist.errors import ClusterError
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.faults.stall_suspect import meeting_of, unlike_calls
 from tfdist.faults.straggler_watch import StragglerWatch
+from tfdist.readable_numbers import counted
 from tfdist.strategies import distributed_variables
 from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed
@@ -333,7 +334,7 @@ def _described_data(dataset, last):
     """Properties of the data that must be equal on all workers, known before any worker reads it."""
     leaves = tf.nest.flatten(dataset.element_spec, expand_composites=True)
     kinds = [f"tensors of {leaf.dtype.name}{leaf.shape}" for leaf in leaves if isinstance(leaf, tf.TensorSpec)]
-    sizes = [f"{size} elements in a stage of the pipeline" for size in sizes_of(dataset)]
+    sizes = [f"{counted(size, 'element')} in a stage of the pipeline" for size in sizes_of(dataset)]
     return [f"{last or 'all'} rows in the last batch", *sizes, *kinds]
 
 

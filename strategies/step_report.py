@@ -29,6 +29,7 @@ from tfdist.events.phase_times import TIMES
 from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
 from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.faults.straggler_watch import StragglerWatch
+from tfdist.readable_numbers import counted
 from tfdist.strategies.ahead_clock import AheadClock
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.gradient_norms import MEASURES
@@ -473,7 +474,7 @@ class StepReports:
             f"{in_words(int(not_finite[place]))} of replica {place}{f' (worker {place // local})' * has_workers}"
             for place in places[:_NAMED]
         ]
-        others = f" and {len(places) - _NAMED} other replicas" if len(places) > _NAMED else ""
+        others = f" and {counted(len(places) - _NAMED, 'other replica')}" if len(places) > _NAMED else ""
         logging.warning(
             "In training step %d model %r got an Inf or NaN: %s%s. Gradients are summed over all replicas, so the "
             "weights of all may hold Inf or NaN from this step on. Look for such values in the rows of the replica; if "

@@ -424,7 +424,7 @@ def test_weights_and_limits_of_numpy_are_accepted():
         (lambda: sharding_of(1, source=[]), ["length of 0"]),
         (lambda: sharding_of(2, policy="fast"), ["policy", "'fast'"]),
         (lambda: sharding_of(2, policy=[1, 0]), ["policy", "[1, 0]"]),
-        (lambda: sharding_of(2, policy=[1, 2, 3]), ["3 and there are 2 replicas"]),
+        (lambda: sharding_of(2, policy=[1, 2, 3]), ["3 for 2 replicas"]),
         (lambda: sharding_of(2, max_rows=3), ["max_rows", "8 on 2 replicas", "3"]),
         (lambda: sharding_of(2, max_rows=[8]), ["max_rows", "[8]"]),
         (lambda: sharding_of(2, max_rows=4.5), ["max_rows", "4.5"]),

@@ -16,7 +16,7 @@ from tfdist.launch.first_failure import FROM_PEER, Failure, first_failure, with_
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.run_summary import details_of, outcome_line
 from tfdist.launch.worker_group import WorkerExit
-from tfdist.readable_numbers import duration
+from tfdist.readable_numbers import counted, duration
 from tfdist.run_files import RunFiles
 
 
@@ -81,6 +81,7 @@ def test_a_worker_that_sends_no_heartbeats_is_named_as_the_suspect(tmp_path):
     ("epoch", "batch", "text"),
     [
         (1, 40, "continues after 40 batches of epoch 2."),
+        (1, 1, "continues after 1 batch of epoch 2."),
         (1, 100, "continues after the last batch of epoch 2, with epoch 3."),
         (2, 0, "continues with epoch 3."),
         (4, 100, "continues after the last batch of epoch 5, which is the last."),
@@ -90,6 +91,14 @@ def test_a_restore_tells_where_training_continues(epoch, batch, text):
     then = FitProgress(0, 100 * epoch + batch, epoch, batch, batch, False, {}, 100, 1, 2)
     checkpoint = types.SimpleNamespace(progress=then, commit=types.SimpleNamespace(path="/b/step-9"))
     assert resume_message(checkpoint, 0, 5, 0, is_done_before=False) == f"Restored /b/step-9: {text}"
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(1, "batch", "1 batch"), (0, "step", "0 steps"), (1200, "batch", "1,200 batches"), (2, "address", "2 addresses")],
+)
+def test_a_counted_noun_has_its_number(count, noun, text):
+    assert counted(count, noun) == text
 
 
 def test_a_stalled_worker_is_not_said_to_be_its_own_cause():

@@ -44,8 +44,18 @@ def size(count: float | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Formats a number with its noun: "1 worker", "1,200 workers"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Formats a number with its noun: "1 worker", "1,200 batches"."""
+    return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def counted_or_no(count: int, noun: str) -> str:
+    """Formats a number with its noun, and zero as "no": "no GPUs", "1 GPU"."""
+    return counted(count, noun) if count else f"no {plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Returns the plural of a noun, which takes "s" or "es"."""
+    return f"{noun}es" if noun.endswith(("ch", "s", "sh", "x")) else f"{noun}s"
 
 
 def rounded(value: float | None) -> str:

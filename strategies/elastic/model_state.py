@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist._compat import keras_internals
 from tfdist.errors import ClusterError
+from tfdist.readable_numbers import counted
 
 
 def weights_of(model: keras.Model) -> tuple[list[Any], list[Any]]:
@@ -41,7 +42,7 @@ def assign(variables: Sequence[Any], values: Sequence[np.ndarray], strategy: tf.
     shapes = [tuple(each.shape) for each in variables], [value.shape for value in values]
     if shapes[0] != shapes[1]:
         raise ClusterError(
-            f"All workers must train the same model, but worker 0 has {len(values)} variables of the shapes "
+            f"All workers must train the same model, but worker 0 has {counted(len(values), 'variable')} of the shapes "
             f"{shapes[1]!s:.300}, and this worker {len(variables)} of {shapes[0]!s:.300}. Build and compile the same "
             "model on all workers."
         )

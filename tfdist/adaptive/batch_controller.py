@@ -9,6 +9,7 @@ from tfdist.adaptive.batch_choice import BatchChoice, by_goodput, by_noise_scale
 from tfdist.adaptive.learning_rate_rules import learning_rate_scale
 from tfdist.adaptive.noise_scale import NoiseSample, NoiseScale
 from tfdist.adaptive.step_time import StepLine, StepTime
+from tfdist.readable_numbers import counted
 
 LEAST_STEPS = 20  # Samples of the noise, or measured steps after a change of replicas, before a decision.
 
@@ -42,7 +43,7 @@ class BatchDecision:
         if self.line is not None:
             text += (
                 f", a step takes {1000 * self.line.fixed:.3g} ms and {1e6 * self.line.per_row:.3g} us for each row on "
-                f"{self.replicas} replicas"
+                f"{counted(self.replicas, 'replica')}"
             )
         if self.size != self.before:
             text += f", expected gain {100 * self.gain:.0f} %" if self.line is not None else ""

@@ -11,6 +11,7 @@ from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider, TrainedFit
 from tfdist.backup.step_counter import CountedSteps, count_steps, uncount_steps
 from tfdist.errors import BackupError, PositionError
+from tfdist.readable_numbers import counted
 
 
 class InputPosition(StateProvider):
@@ -67,9 +68,9 @@ class InputPosition(StateProvider):
             )
         if batches != then.steps_per_epoch and then.steps_per_epoch and saved.worker == 0:
             logging.warning(
-                "Epochs had %d batches when the backup %s was made, but have %d now: the first %d batches are skipped, "
+                "Epochs had %s when the backup %s was made, but have %d now: the first %d of them are skipped, "
                 "although they may hold other data.",
-                *(then.steps_per_epoch, saved.path, batches, then.batch),
+                *(counted(then.steps_per_epoch, "batch"), saved.path, batches, then.batch),
             )
 
     def restore(self, saved: SavedState) -> None:

@@ -3,6 +3,7 @@
 import math
 
 from tfdist.backup.snapshot import Checkpoint
+from tfdist.readable_numbers import counted
 
 
 def resume_message(checkpoint: Checkpoint, finished: int, last: float, first: int, *, is_done_before: bool) -> str:
@@ -26,8 +27,8 @@ def resume_message(checkpoint: Checkpoint, finished: int, last: float, first: in
         return f"Restored {path}, the end of fit {finished + 1} of this program, which was finished before."
     if then.is_beyond(last):
         return (
-            f"Restored {path}, which was made after {then.batch} batches of epoch {then.epoch + 1}, but this fit ends "
-            f"with epoch {last}: it trains nothing, and the backups stay."
+            f"Restored {path}, which was made after {counted(then.batch, 'batch')} of epoch {then.epoch + 1}, but "
+            f"this fit ends with epoch {last}: it trains nothing, and the backups stay."
         )
     if then.stops and not then.batch:
         return (
@@ -42,4 +43,4 @@ def resume_message(checkpoint: Checkpoint, finished: int, last: float, first: in
     if then.batch >= (then.steps_per_epoch or math.inf):
         following = "which is the last" if then.epoch + 1 >= last else f"with epoch {then.epoch + 2}"
         return f"Restored {path}: continues after the last batch of epoch {then.epoch + 1}, {following}{instead}."
-    return f"Restored {path}: continues after {then.batch} batches of epoch {then.epoch + 1}{instead}."
+    return f"Restored {path}: continues after {counted(then.batch, 'batch')} of epoch {then.epoch + 1}{instead}."

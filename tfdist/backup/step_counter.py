@@ -8,6 +8,7 @@ import keras
 
 from tfdist.errors import BackupError
 from tfdist.faults import watchdog
+from tfdist.readable_numbers import counted
 from tfdist.strategies import keras_calls
 
 
@@ -87,8 +88,8 @@ class CountedSteps:
                 if may_end and number:  # An epoch's last execution may have fewer steps.
                     return
                 raise BackupError(
-                    f"The backup was made later in the input, which now ends after {self.consumed} batches. Give `fit` "
-                    "the same data as before, or another backup_dir."
+                    f"The backup was made later in the input, which now ends after {counted(self.consumed, 'batch')}. "
+                    "Give `fit` the same data as before, or another backup_dir."
                 ) from None
             self.consumed += 1
             watchdog.moved()

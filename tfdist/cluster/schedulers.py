@@ -109,7 +109,7 @@ def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[i
         expanded += [name] * int(count or 1)
     if _as_number(environ[size]) != len(expanded):
         raise TFConfigError(
-            f"MPI has started {environ[size]} processes ({size}), but the hosts {','.join(hosts)} have "
+            f"MPI has set {size}={environ[size]}, but the hosts {','.join(hosts)} have "
             f"{len(expanded)}. Give the hosts of `mpirun -H` in the same order."
         )
     return _rank(MPI_RANKS[size], environ, len(expanded)), expanded

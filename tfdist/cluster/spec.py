@@ -11,6 +11,7 @@ from typing import Any
 from tfdist.cluster.address import is_digits, split_address
 from tfdist.cluster.schedulers import BASE_PORT, addresses_on, mpi_place, slurm_place, slurm_port
 from tfdist.errors import TFConfigError
+from tfdist.readable_numbers import counted
 
 DEVICES_PER_WORKER_VARIABLE = "TFDIST_DEVICES_PER_WORKER"
 """The environment variable that tells the strategy in a worker how many logical devices to make."""
@@ -99,8 +100,8 @@ class ClusterSpec:
         """
         if len(ports) != num_workers:
             raise TFConfigError(
-                f"A local cluster needs one port per worker, but {num_workers} workers got {len(ports)} ports "
-                f"({_listed(ports)}). Use `free_ports({num_workers})`."
+                f"A local cluster needs one port per worker, but {counted(num_workers, 'worker')} got "
+                f"{counted(len(ports), 'port')} ({_listed(ports)}). Use `free_ports({num_workers})`."
             )
         return cls({"worker": tuple(f"127.0.0.1:{port}" for port in ports)}, "worker", task_index)
 
@@ -379,7 +380,7 @@ def _check_task(jobs: Mapping[str, tuple[str, ...]], task_type: Any, task_index:
         )
     count = len(jobs[task_type])
     if not 0 <= task_index < count:
-        addresses = f"{count} address{'es' if count > 1 else ''} ({_listed(jobs[task_type])})"
+        addresses = f"{counted(count, 'address')} ({_listed(jobs[task_type])})"
         way_out = "an index of 0" if count == 1 else f"an index from 0 to {count - 1}"
         raise TFConfigError(
             f"TF_CONFIG names task {task}, but `cluster.{task_type}` has {addresses}. "

@@ -7,6 +7,7 @@ from typing import Any
 import tfdist
 from tfdist.doctor.check import FAILURE, OK, WARNING, Check, count
 from tfdist.doctor.job_facts import JobFacts
+from tfdist.readable_numbers import counted, counted_or_no
 
 _STYLES = {OK: "green", WARNING: "bold yellow", FAILURE: "bold red"}
 
@@ -25,10 +26,10 @@ def print_table(checks: Sequence[Check], summary: str) -> None:
 def summary_of(checks: Sequence[Check], workers: int, seconds: float) -> str:
     """Returns the last line: the numbers of failures and warnings, and whether the job can start."""
     failures, warnings = count(checks, FAILURE), count(checks, WARNING)
-    counted = f"{len(checks)} checks of {workers} worker{'' if workers == 1 else 's'} in {seconds:.1f} s"
-    found = f"{_counted(failures, 'failure')}, {_counted(warnings, 'warning')}"
+    scope = f"{counted(len(checks), 'check')} of {counted(workers, 'worker')} in {seconds:.1f} s"
+    found = f"{counted_or_no(failures, 'failure')}, {counted_or_no(warnings, 'warning')}"
     outcome = "not ready" if failures else "ready, with warnings" if warnings else "ready"
-    return f"tfdist doctor: {outcome}; {found}; {counted}"
+    return f"tfdist doctor: {outcome}; {found}; {scope}"
 
 
 def to_json(checks: Sequence[Check], job: JobFacts | None, seconds: float) -> dict[str, Any]:
@@ -87,7 +88,3 @@ def _print_on_terminal(checks: Sequence[Check]) -> None:
 
 def _sentence(check: Check) -> str:
     return f"{check.text}. {check.remedy}." if check.remedy else check.text
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

@@ -9,6 +9,7 @@ from tfdist.doctor.check import FAILURE, OK, WARNING, Check
 from tfdist.doctor.job_facts import JobFacts, Participant, joined
 from tfdist.doctor.worker_facts import MISMATCH, NO_SUCH_NAME, OTHER_TASK, REFUSED, SILENT, STRANGER, UNREACHABLE
 from tfdist.network.connection_acceptor import printable
+from tfdist.readable_numbers import counted
 
 _MOST_SHOWN = 8
 
@@ -266,7 +267,7 @@ def _place(task: Participant) -> str:
 
 def _differences(job: JobFacts, theirs: tuple[str, ...]) -> str:
     if len(theirs) != len(job.addresses):
-        return f"{len(theirs)} workers instead of {len(job.addresses)}"
+        return f"{counted(len(theirs), 'worker')} instead of {len(job.addresses)}"
     pairs = list(zip(itertools.count(), theirs, job.addresses, strict=False))
     found = [f"worker {worker} at {other} instead of {own}" for worker, other, own in pairs if other != own]
     return ", ".join(found[:_MOST_SHOWN])

@@ -8,6 +8,7 @@ from typing import Any
 from tfdist.doctor.check import FAILURE, OK, WARNING, Check
 from tfdist.doctor.job_facts import JobFacts, verb
 from tfdist.network.connection_acceptor import printable
+from tfdist.readable_numbers import counted, counted_or_no
 
 _MUST_BE_EQUAL = ("tfdist", "tensorflow", "keras")
 _CLOCK_SECONDS = 1.0
@@ -126,17 +127,15 @@ def _devices(job: JobFacts) -> Iterator[Check]:
     (usual, usual_workers), *others = _groups({worker: each.facts.gpus for worker, each in job.seats.items()})
     for gpus, workers in others:
         problem = True
-        text = f"{_have(job, workers)} {_gpus(gpus)}, {_rest(job, usual_workers)} {_gpus(usual)}"
+        theirs, rest = counted_or_no(gpus, "GPU"), counted_or_no(usual, "GPU")
+        text = f"{_have(job, workers)} {theirs}, {_rest(job, usual_workers)} {rest}"
         remedy = "Hide GPUs by CUDA_VISIBLE_DEVICES, or use `tfdist run --gpus-per-worker`, for equally many on each"
         yield Check("devices", WARNING, text, remedy, tuple(workers))
     if not problem:
         cores = sorted({present.facts.cores for present in job.seats.values()})
-        each = f"{cores[0]}" if len(cores) == 1 else f"{cores[0]} to {cores[-1]}"
-        yield Check("devices", OK, f"each worker sees {_gpus(usual)} and {each} logical processors")
-
-
-def _gpus(number: int) -> str:
-    return f"{number or 'no'} GPU{'' if number == 1 else 's'}"
+        most = counted(cores[-1], "logical processor")
+        each = most if len(cores) == 1 else f"{cores[0]} to {most}"
+        yield Check("devices", OK, f"each worker sees {counted_or_no(usual, 'GPU')} and {each}")
 
 
 def _clocks(job: JobFacts) -> Iterator[Check]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from tfdist.cluster.address import split_address
 from tfdist.doctor.worker_facts import PeerContact, WorkerFacts
 from tfdist.network.connection_acceptor import printable
+from tfdist.readable_numbers import counted
 
 _MOST_NAMED = 8
 
@@ -74,7 +75,7 @@ class JobFacts:
     def names(self, workers: Sequence[int]) -> str:
         """Names several workers, the first of them in full."""
         listed = [self.name(worker) for worker in workers[:_MOST_NAMED]]
-        more = [f"{len(workers) - _MOST_NAMED} more workers"] if len(workers) > _MOST_NAMED else []
+        more = [counted(len(workers) - _MOST_NAMED, "more worker")] if len(workers) > _MOST_NAMED else []
         return joined([*listed, *more])
 
 

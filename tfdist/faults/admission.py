@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tfdist.network.connection_acceptor import printable
+from tfdist.readable_numbers import counted
 
 PLAIN_SECONDS = 3.0
 """How long a misfit on a host of this cluster must keep trying before it ends the job."""
@@ -130,4 +131,4 @@ class Admission:
 def _counted(addresses: Collection[str]) -> str:
     shown = [printable(address) for address in list(addresses)[:_MOST_SHOWN]]
     more = f", … {len(addresses) - _MOST_SHOWN} more" if len(addresses) > _MOST_SHOWN else ""
-    return f"{len(addresses)} workers ({', '.join(shown)}{more})"
+    return f"{counted(len(addresses), 'worker')} ({', '.join(shown)}{more})"

@@ -18,6 +18,7 @@ from absl import logging
 from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec
 from tfdist.launch import arguments
 from tfdist.launch.worker_group import SLOT
+from tfdist.readable_numbers import counted
 from tfdist.symlink_safe_file import write_whole
 
 
@@ -198,8 +199,8 @@ def _cluster_of(args: argparse.Namespace) -> ClusterSpec | None:
     workers = args.workers if spec is None else spec.num_workers
     if args.workers not in (None, workers):
         args.parser.error(
-            f"TF_CONFIG names {workers} workers, but --workers is {args.workers}; leave --workers out to measure "
-            "that cluster, or unset TF_CONFIG to start workers on this machine"
+            f"TF_CONFIG names {counted(workers, 'worker')}, but --workers is {args.workers}; leave --workers out to "
+            "measure that cluster, or unset TF_CONFIG to start workers on this machine"
         )
     if workers < 2:
         where = "--workers is" if spec is None else "TF_CONFIG names"

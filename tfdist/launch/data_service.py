@@ -17,6 +17,7 @@ from absl import logging
 from tfdist.cluster.address import check_answers, checked_port, is_loopback
 from tfdist.errors import ClusterError
 from tfdist.launch.stop_signals import stop_signals
+from tfdist.readable_numbers import counted
 
 _START_SECONDS = 40.0
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             )
         while not stopped.wait(1.0):  # Short waits, so that signals are handled.
             pass
-        logging.info("tf.data service stopped; it had %d servers here", len(servers))
+        logging.info("tf.data service stopped; it had %s here", counted(len(servers), "server"))
     logging.flush()
     os._exit(0)  # A normal exit may wait for clients, which can go on without servers: they make batches themselves.
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from tfdist.errors import ClusterError
-from tfdist.launch.gpu_discovery import HIDDEN, VISIBLE_DEVICES, FoundGpus, counted
+from tfdist.launch.gpu_discovery import HIDDEN, VISIBLE_DEVICES, FoundGpus
+from tfdist.readable_numbers import counted
 
 
 def assign_gpus(
@@ -59,7 +60,7 @@ def _too_few(found: FoundGpus, workers: int, gpus_per_worker: int, is_by_schedul
     most, each = len(found.devices) // gpus_per_worker, len(found.devices) // workers
     remedies = []
     if most:
-        remedies.append(f"start at most {most} worker{'s' if most > 1 else ''} here")
+        remedies.append(f"start at most {counted(most, 'worker')} here")
     if each:
         remedies.append(f"give --gpus-per-worker {each}")
     if found.is_by_user:
@@ -69,6 +70,6 @@ def _too_few(found: FoundGpus, workers: int, gpus_per_worker: int, is_by_schedul
     *others, last = [*remedies, "give --gpus-per-worker 0 to train on CPUs"]
     advice = f"{', '.join(others)}, or {last}" if others else last
     return (
-        f"{workers} worker{'s' if workers > 1 else ''} on this machine with {counted(gpus_per_worker)} each need "
-        f"{counted(workers * gpus_per_worker)}, but {found.source}. {advice[0].upper()}{advice[1:]}."
+        f"{counted(workers, 'worker')} on this machine with {counted(gpus_per_worker, 'GPU')} each need "
+        f"{counted(workers * gpus_per_worker, 'GPU')}, but {found.source}. {advice[0].upper()}{advice[1:]}."
     )

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 
 from tfdist.errors import ClusterError
+from tfdist.readable_numbers import counted_or_no
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDDEN = "-1"  # No GPU has this number, so CUDA shows none.
@@ -55,7 +56,9 @@ def find_gpus(environ: Mapping[str, str], *, device_folder: pathlib.Path | None 
     if program:
         return _listed_by(program, _DEADLINE_SECONDS)
     number = count_device_files(device_folder)
-    return FoundGpus(_numbered(number), f"there is no nvidia-smi, and /dev has {counted(number)} for this user")
+    return FoundGpus(
+        _numbered(number), f"there is no nvidia-smi, and /dev has {counted_or_no(number, 'GPU')} for this user"
+    )
 
 
 def count_device_files(device_folder: pathlib.Path | None = None) -> int:
@@ -81,7 +84,7 @@ def _named_in(value: str) -> FoundGpus:
                 f"CUDA_VISIBLE_DEVICES may name each GPU once, got {entry} twice in {value!r}. Name each GPU once."
             )
         devices.append(entry)
-    return FoundGpus(tuple(devices), f"{VISIBLE_DEVICES}={value} names {counted(len(devices))}", True)
+    return FoundGpus(tuple(devices), f"{VISIBLE_DEVICES}={value} names {counted_or_no(len(devices), 'GPU')}", True)
 
 
 def _listed_by(program: str, seconds: float) -> FoundGpus:
@@ -105,7 +108,7 @@ def _listed_by(program: str, seconds: float) -> FoundGpus:
             f"Look at `dmesg` for lines with NVRM. {_INSTEAD}"
         ) from error
     devices = parse_list(printed)
-    source = f"`nvidia-smi --list-gpus` lists {counted(len(devices))}"
+    source = f"`nvidia-smi --list-gpus` lists {counted_or_no(len(devices), 'GPU')}"
     if process.returncode and not devices:
         source += f", and failed with exit code {process.returncode}: {' '.join(printed.split())}"
     return FoundGpus(devices, source)
@@ -131,11 +134,6 @@ def parse_list(printed: str) -> tuple[str, ...]:
 
 def _numbered(number: int) -> tuple[str, ...]:
     return tuple(map(str, range(number)))
-
-
-def counted(number: int) -> str:
-    """Returns a number of GPUs in words: "no GPUs", "1 GPU", "2 GPUs"."""
-    return f"{number or 'no'} GPU{'' if number == 1 else 's'}"
 
 
 _INSTEAD = f"Or set {VISIBLE_DEVICES} to the GPUs to use, such as 0,1,2,3; then tfdist does not ask."

@@ -41,6 +41,7 @@ from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
 from tfdist.launch.survivor_events import ask_for_events
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
+from tfdist.readable_numbers import counted
 from tfdist.run_files import ATTEMPT, RUN_DIR, RunFiles
 from tfdist.symlink_safe_file import write_whole
 
@@ -474,9 +475,9 @@ class Supervisor:
             logging.error("%s%s", attempt.failure.describe(), log)
         if is_smaller and attempt.failure:
             logging.warning(
-                "worker %d does not come back; continuing with %d workers, TFDIST_SLOT %s",
+                "worker %d does not come back; continuing with %s, TFDIST_SLOT %s",
                 attempt.failure.culprit,
-                self._size.current,
+                counted(self._size.current, "worker"),
                 ", ".join(map(str, self._size.slots)),
             )
         if attempt.outcome != "resized":

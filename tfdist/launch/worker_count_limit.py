@@ -5,6 +5,7 @@ import pathlib
 import resource
 
 from tfdist.launch.memory_limit import free_memory
+from tfdist.readable_numbers import counted
 
 _FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # Log, pipe ends, a held port. Own files of this process.
 _PROCESSES_A_WORKER = 2  # The threads of each process count as well.
@@ -49,7 +50,7 @@ def refusal(workers: int, limits: WorkerLimits) -> str | None:
         (_PORTS, "each needs its own TCP port"),
     )
     return (
-        f"this machine can start at most {max(most, 0)} workers, got {_shown(workers)}: {why}"
+        f"this machine can start at most {counted(max(most, 0), 'worker')}, got {_shown(workers)}: {why}"
         if workers > most
         else None
     )

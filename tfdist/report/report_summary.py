@@ -99,8 +99,10 @@ def _training(figures: RunFigures) -> str:
         return ""
     told = f"The model was trained for {counted(steps, 'step')}"
     if figures.kept_rows:
-        told += f" on {round(figures.kept_rows):,} rows"
-    repeated = f" Steps with {round(figures.repeated_rows):,} more rows were lost." if figures.repeated_rows else ""
+        told += f" on {counted(round(figures.kept_rows), 'row')}"
+    repeated = (
+        f" Steps with {counted(round(figures.repeated_rows), 'more row')} were lost." if figures.repeated_rows else ""
+    )
     lost = cost.steps if (cost := figures.attempts[-1].cost) else 0
     unsaved = (
         f" The last {counted(lost, 'step')} came after the newest backup, and were lost at the end." if lost else ""

@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.events.asked_by_signal import call_no_more, call_when_asked
+from tfdist.readable_numbers import counted
 
 _POLL_SECONDS = 0.02
 _LONGEST_SECONDS = 600.0  # No trace becomes larger than that, if no step ends.
@@ -58,9 +59,9 @@ class AskedTrace:
             # The step that runs now is traced in part.
             self._wait_for(self._count() + 1 + self._steps)
             tf.profiler.experimental.stop()
-            logging.info("The trace of %d steps is in %s.", self._steps, self._folder)
+            logging.info("The trace of %s is in %s.", counted(self._steps, "step"), self._folder)
         except tf.errors.OpError as error:  # The program profiles something itself, or the disk is full.
-            logging.warning("The next %d steps are not traced: %s", self._steps, error.message)
+            logging.warning("Not traced: the next %s. %s", counted(self._steps, "step"), error.message)
 
     def _wait_for(self, steps: int) -> None:
         deadline = time.monotonic() + _LONGEST_SECONDS

@@ -1,6 +1,7 @@
 """Several logical devices in one process, to test replicas without a GPU."""
 
 from tfdist.errors import ClusterError
+from tfdist.readable_numbers import counted
 
 
 def virtual_devices(n: int) -> list[str]:
@@ -31,8 +32,8 @@ def virtual_devices(n: int) -> list[str]:
         existing = len(tf.config.list_logical_devices("CPU"))
         if existing != n:
             raise ClusterError(
-                f"{n} virtual devices must be made before TensorFlow runs its first operation, but it already runs "
-                f"with {existing} CPU device(s). Call virtual_devices({n}) at the beginning of the program, or in a "
-                f"new process."
+                f"{counted(n, 'virtual device')} must be made before TensorFlow runs its first operation, but it "
+                f"already runs with {counted(existing, 'CPU device')}. Call virtual_devices({n}) at the beginning of "
+                "the program, or in a new process."
             ) from error
     return [f"CPU:{index}" for index in range(n)]

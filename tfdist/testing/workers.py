@@ -24,6 +24,7 @@ from tfdist.errors import WorkerError, WorkerTimeoutError
 from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_group import describe_exit, has_ended
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
+from tfdist.readable_numbers import counted
 from tfdist.testing.pool_worker import is_importing_main
 from tfdist.testing.worker_handle import GRACE_SECONDS, WorkerHandle
 from tfdist.testing.worker_replies import Died, Raised, Reply, Returned, doubt
@@ -218,8 +219,9 @@ class WorkerPool:
             time.sleep(_DUMP_POLL_SECONDS)
         names = ", ".join(f"worker {worker.index}" for worker in late)
         return WorkerTimeoutError(
-            f"{self._num_workers} workers must end within {self._timeout_seconds:g} s, still running: {names}. See the "
-            f"stacks in their output, or raise timeout_seconds if they need more time.\n{self._outputs()}"
+            f"{counted(self._num_workers, 'worker')} must end within {self._timeout_seconds:g} s, still running: "
+            f"{names}. See the stacks in their output, or raise timeout_seconds if they need more time.\n"
+            f"{self._outputs()}"
         )
 
     def _outputs(self) -> str:
