@@ -61,8 +61,9 @@ _ATTEMPTS = 5
 _FRAME_BYTES = 1514
 # A smaller bucket would cut the kernel's large packets into frames, which costs processor time.
 _MIN_BURST_BYTES = 70_000
-QUEUE_SECONDS = 0.1  # A link drops what would wait longer.
+_QUEUE_SECONDS = 0.1  # A link drops what would wait longer.
 _BURST_SECONDS = 0.004  # A busy machine may be this late without losing rate. After a pause, this much is not limited.
+_BEGINS_ANEW = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"  # Whether TCP begins connections anew after a pause.
 _STREAM = pathlib.Path(__file__).with_name("netlab_stream.py")
 _DELAY = pathlib.Path(__file__).with_name("netlab_delay.py")
 
@@ -118,8 +119,8 @@ class Netlab:
         self.wire_bits_per_second: float | None = None
         self.machine_limit: float | None = None
         self._count = hosts
-        self._shaped = False
-        self._queue_seconds = QUEUE_SECONDS
+        self._shaped = self._keeps_window = False
+        self._dilation = 1.0
         self._slot: Slot | None = None
 
     def __enter__(self) -> "Netlab":
@@ -158,19 +159,24 @@ class Netlab:
             atexit.unregister(self.close)
             slot.close(standing=True)
 
-    def shape(self, rate: str | None, queue_seconds: float = QUEUE_SECONDS) -> None:
+    def shape(self, rate: str | None, dilation: float = 1.0) -> None:
         """Changes the rate of all links, and measures them; see the class.
+
+        Where programs dilate time by K, the rate is a Kth of the rate that it stands for. The links' queues and TCP
+        then have to behave as they would without dilation. So queues hold K times as many seconds of traffic. TCP
+        keeps its window in pauses, since the pause after which it begins anew, at least 200 ms, cannot be dilated.
 
         Args:
           rate: The new rate.
-          queue_seconds: How long a frame may wait at the begin of a link. A link drops frames that would wait longer.
+          dilation: The factor K.
 
         Raises:
           ValueError: If `rate` is not a rate.
           NetlabError: If the rate of a link is off by more than 5 % although the machine could do better.
         """
-        self._queue_seconds = queue_seconds
+        self._dilation = dilation
         self._set_rate(rate)
+        self._keep_window(dilation > 1)
         self.rate = rate
         self.check()
 
@@ -238,11 +244,19 @@ class Netlab:
         asked, slot = parse_rate(rate), self._owned()
         if asked is None and not self._shaped:
             return
-        action, bucket = ("del", []) if asked is None else ("replace", _bucket(asked, self._queue_seconds))
+        action, bucket = ("del", []) if asked is None else ("replace", _bucket(asked, self._dilation * _QUEUE_SECONDS))
         for index, host in enumerate(self.hosts):
             for namespace, device in ((host.name, host.interface), (slot.switch, f"port{index}")):
                 slot.run("tc", "-n", namespace, "qdisc", action, "dev", device, "root", *bucket)
         self._shaped = asked is not None
+
+    def _keep_window(self, is_kept: bool) -> None:
+        """Sets whether TCP keeps its congestion window when a connection pauses."""
+        if is_kept == self._keeps_window:
+            return
+        for host in self.hosts:
+            self._owned().run(*host.command(["sh", "-c", f"echo {int(not is_kept)} > {_BEGINS_ANEW}"]))
+        self._keeps_window = is_kept
 
     def _best(self, asked: float | None, sender: int, receiver: int) -> Speed:
         """The measurement nearest to the requested rate of up to 5, since a busy machine disturbs some."""
@@ -328,7 +342,7 @@ def _burst_bytes(asked: float) -> int:
     return max(_MIN_BURST_BYTES, int(asked / 8 * _BURST_SECONDS))
 
 
-def _bucket(asked: float, queue_seconds: float = QUEUE_SECONDS) -> list[str]:
+def _bucket(asked: float, queue_seconds: float = _QUEUE_SECONDS) -> list[str]:
     latency = f"{round(1e3 * queue_seconds)}ms"
     return ["tbf", "rate", f"{int(asked)}bit", "burst", str(_burst_bytes(asked)), "latency", latency]
 

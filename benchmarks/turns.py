@@ -12,7 +12,7 @@ from typing import Any
 
 import rich.console
 
-from benchmarks.netlab import QUEUE_SECONDS, Netlab, NetlabError, parse_rate
+from benchmarks.netlab import Netlab, NetlabError, parse_rate
 from benchmarks.peers.group import Group, GroupError, Host
 from benchmarks.peers.messages import Answer, Trials
 from benchmarks.record import Record
@@ -65,7 +65,7 @@ class Network:
       workers: Number of workers.
       dilations: Factors of time by link. Where time is dilated by K, an emulated accelerator needs K times as long and
         a link has a Kth of its rate, so that the processors of this machine stand for processors that are K times as
-        fast. The queues of links hold as many bytes as without dilation. 1 for links that are not given.
+        fast. See `Netlab.shape`. 1 for links that are not given.
 
     Attributes:
       hosts: The hosts, one per worker.
@@ -92,7 +92,7 @@ class Network:
         factor = self.dilation(link)
         for patience in (*_PATIENCE_SECONDS, None):
             try:
-                self._lab.shape(dilated(link, factor), factor * QUEUE_SECONDS)
+                self._lab.shape(dilated(link, factor), factor)
                 break
             except NetlabError:
                 if patience is None:

@@ -206,6 +206,24 @@ def test_a_transfer_of_known_size_is_counted_and_not_faster_than_the_rate(lab, r
         assert seconds > (1 - TOLERANCE) * size * 8 / BITS[rate] * 1514 / 1448
 
 
+def network_settings(host):
+    """Returns the token bucket of a host, and whether TCP begins connections anew after a pause."""
+    bucket = run("tc", "-n", host.name, "qdisc", "show", "dev", host.interface)
+    return bucket, run(*host.command(["cat", "/proc/sys/net/ipv4/tcp_slow_start_after_idle"])).strip()
+
+
+@skips_on_a_busy_machine
+def test_in_dilated_time_queues_hold_as_many_bytes_and_tcp_keeps_its_window(lab):
+    lab.shape("10mbit", dilation=10.0)
+    for host in lab.hosts:
+        bucket, begins_anew = network_settings(host)
+        assert "lat 1s" in bucket and begins_anew == "0"
+    lab.shape("100mbit")
+    for host in lab.hosts:
+        bucket, begins_anew = network_settings(host)
+        assert "lat 100ms" in bucket and begins_anew == "1"
+
+
 @skips_on_a_busy_machine
 def test_a_link_that_is_off_is_reported(lab):
     lab.shape("100mbit")
