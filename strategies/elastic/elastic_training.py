@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist._compat import keras_stack
+from tfdist._compat import keras_internals, keras_stack
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.events.phase_names import WAITING
@@ -30,18 +30,11 @@ from tfdist.strategies.elastic.round_chief import RoundChief
 from tfdist.strategies.elastic.round_member import RoundMember
 from tfdist.strategies.elastic.round_messages import Message
 from tfdist.strategies.elastic.round_policy import Contribution, RowLedger, RowReport, trains
-from tfdist.strategies.local_steps.synchronization import Synchronization
+from tfdist.strategies.local_steps.synchronization import Synchronization, check_keeps_no_averages
 
 _BEATS_MISSED = 3  # A busy process may be late for its signs of life.
 _PROGRESS_SECONDS = 0.2
 _PATIENCE_ROUNDS = 10
-
-
-class _Epoch(int):
-    """An epoch number that is true even if it is 0, because Keras evaluates `_initial_epoch or initial_epoch`."""
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class ElasticTraining:
@@ -133,7 +126,7 @@ class ElasticTraining:
 
     def begin_fit(self, model: keras.Model) -> None:
         """Begins a `fit`, when Keras has built the model. Other workers than worker 0 wait for its state here."""
-        _check_keeps_no_averages(model)
+        check_keeps_no_averages(model.optimizer)
         if self._fit is not None:
             self.end_fit()
         fit = self._fit = FitInRounds(self._fits, weakref.ref(model), self._executions(model))
@@ -148,7 +141,7 @@ class ElasticTraining:
             said = self._member.hear("place", "state", "over", fit=fit.number)
         if said.kind == "over":
             self._take_end(fit, said)
-            model._initial_epoch = _Epoch(sys.maxsize)  # Nothing is left to train.
+            keras_internals.begin_with_epoch(model, sys.maxsize)  # Nothing is left to train.
             return
         if said.kind == "state":
             self._take_state(model, said)
@@ -159,8 +152,7 @@ class ElasticTraining:
         fit.reads = sharding is None or text is None
         if not fit.reads:
             sharding.deserialize(text)
-        # Keras' own callback sets this attribute to tell `fit` the first epoch.
-        model._initial_epoch = _Epoch(epoch)
+        keras_internals.begin_with_epoch(model, epoch)
 
     def train(self, model: keras.Model | None, function: Callable[[], Any], iterator: Any) -> Any:
         """Runs the train function of a model for its next steps, or skips them; synchronizes if it is due.
@@ -177,7 +169,7 @@ class ElasticTraining:
                 "trained, or within the `fit` of another. Train one model after the other."
             )
         assert model is not None
-        model._initial_epoch = None
+        keras_internals.begin_with_epoch(model, None)
         together = model.steps_per_execution
         if self._passes_over(fit):
             if fit.reads:
@@ -448,12 +440,3 @@ class ElasticTraining:
             total += sum(rows)
             strategy.reports.pass_over(model, rows)  # type: ignore[union-attr]
         return total
-
-
-def _check_keeps_no_averages(model: keras.Model) -> None:
-    if getattr(model.optimizer, "use_ema", False):
-        raise ValueError(
-            f"With `synchronization` each worker would keep moving averages of its own weights, but optimizer "
-            f"{model.optimizer.name!r} has use_ema=True, and `fit` ends with the averages as weights. "
-            "Leave use_ema out."
-        )

@@ -53,35 +53,3 @@ class SynchronizeEpochs(keras.callbacks.Callback):
                 "steps take longer than this, or send fewer bytes by `fragments` or `compression`.",
                 *(waited, seconds, longest),
             )
-
-
-class SynchronizeMembers(keras.callbacks.Callback):
-    """The first callback of a `fit` under a strategy that goes on without lost workers.
-
-    Args:
-      elastic: The `ElasticTraining` of the strategy.
-    """
-
-    def __init__(self, elastic: Any):
-        super().__init__()
-        self._elastic = weakref.ref(elastic)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Synchronizes, and averages the logs over all members."""
-        if (elastic := self._elastic()) is not None:
-            elastic.end_epoch(logs)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the `fit`; on worker 0 for all workers."""
-        if (elastic := self._elastic()) is not None:
-            elastic.end_fit()
-
-
-def put_first(callbacks: Any, strategy: Any) -> None:
-    """Makes a callback of this file the first one of a list, if the strategy trains by local steps."""
-    elastic = getattr(strategy, "elastic", None)
-    first: keras.callbacks.Callback | None = None if elastic is None else SynchronizeMembers(elastic)
-    if getattr(strategy.extended, "local_training", None) is not None:
-        first = SynchronizeEpochs(strategy)
-    if first is not None:
-        callbacks.callbacks = [first, *(each for each in callbacks.callbacks if not isinstance(each, type(first)))]

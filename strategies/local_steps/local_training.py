@@ -11,7 +11,11 @@ import tensorflow as tf
 from tfdist._compat import keras_internals, keras_stack
 from tfdist.strategies.local_steps.background_exchanges import BackgroundExchanges
 from tfdist.strategies.local_steps.fragments import check_suffice
-from tfdist.strategies.local_steps.synchronization import Synchronization, described_state
+from tfdist.strategies.local_steps.synchronization import (
+    Synchronization,
+    check_keeps_no_averages,
+    described_state,
+)
 from tfdist.strategies.local_steps.trained_weights import TrainedWeights
 from tfdist.strategies.loss_weight import times
 from tfdist.strategies.step import Step, current_step, replicas
@@ -47,7 +51,7 @@ class LocalTraining:
             so they are multiplied by the number of replicas.
           variables: The variables of the gradients.
         """
-        _check_keeps_no_averages(optimizer)
+        check_keeps_no_averages(optimizer)
         step.exchanges.count += 1  # Keras' optimizer has asked for the gradients, as it should.
         trained = self.of_step(step, optimizer)
         trained.include(_keras_variables(optimizer, variables))
@@ -164,11 +168,3 @@ def _keras_variables(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
             f"{variables[lacking].name!r}, a `tf.Variable`. Use `keras.Variable` or `add_weight`."
         )
     return found
-
-
-def _check_keeps_no_averages(optimizer: Any) -> None:
-    if getattr(optimizer, "use_ema", False):
-        raise ValueError(
-            f"With `synchronization` each replica would keep moving averages of its own weights, but optimizer "
-            f"{optimizer.name!r} has use_ema=True, and `fit` ends with the averages as weights. Leave use_ema out."
-        )

@@ -168,6 +168,15 @@ def check_synchronization(synchronization: Any, model_sharding: Any, compression
         )
 
 
+def check_keeps_no_averages(optimizer: Any) -> None:
+    """Checks that an optimizer, or `None`, keeps no moving averages of weights; raises `ValueError` if it does."""
+    if getattr(optimizer, "use_ema", False):
+        raise ValueError(
+            f"With `synchronization` each replica would keep moving averages of its own weights, but optimizer "
+            f"{optimizer.name!r} has use_ema=True, and `fit` ends with the averages as weights. Leave use_ema out."
+        )
+
+
 def described_state(synchronization: Synchronization) -> str:
     """Describes what decides which variables a synchronization keeps, and their meaning. `every` does not."""
     if not isinstance(synchronization, DiLoCo):

@@ -37,6 +37,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 __all__ = [
     "ReplacedLosses",
+    "begin_with_epoch",
     "call_in_step",
     "count_as_seen",
     "count_steps_of",
@@ -355,3 +356,18 @@ def paths_in_optimizer(optimizer: Any, places: list[int]) -> list[str]:
     """
     variables = [optimizer._trainable_variables[place] for place in places]
     return [getattr(variable, "path", variable.name) for variable in variables]
+
+
+def begin_with_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Makes the `fit` of a model that begins now begin with an epoch; `None`: with the argument `initial_epoch`.
+
+    Keras' own `BackupAndRestore` sets the same attribute. Without it: a restored `fit` repeats epochs.
+    """
+    model._initial_epoch = None if epoch is None else _FirstEpoch(epoch)
+
+
+class _FirstEpoch(int):
+    """An epoch number that is true even if it is 0, because Keras evaluates `_initial_epoch or initial_epoch`."""
+
+    def __bool__(self) -> bool:
+        return True

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from absl import logging
 
+from tfdist._compat import keras_internals
 from tfdist.backup import backup_cleanup, resume_agreement
 from tfdist.backup.between_fits import BackupOptions, of_directory
 from tfdist.backup.callback_states import CallbackStates
@@ -29,13 +30,6 @@ from tfdist.events.phase_names import RESTORE, SAVE
 from tfdist.events.phase_times import TIMES
 from tfdist.failure_report import note_step
 from tfdist.faults import preemption
-
-
-class _Epoch(int):
-    """An epoch number that is true even if it is 0, because Keras evaluates `_initial_epoch or initial_epoch`."""
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class FitBackup(keras.callbacks.Callback):
@@ -110,8 +104,7 @@ class FitBackup(keras.callbacks.Callback):
         if is_done_before or (then.stops and not then.batch):
             epoch = max(self.params.get("epochs") or 1, 1)
             self.model.stop_training = True
-        # Keras' own callback sets this attribute to tell `fit` the first epoch.
-        self.model._initial_epoch = _Epoch(epoch)
+        keras_internals.begin_with_epoch(self.model, epoch)
         self._is_beyond = not is_done_before and then.is_beyond(last)
         # A warning, because absl hides lower levels by default and the user would miss the first epochs.
         tell = logging.warning if self._agreement.is_chief else logging.info
@@ -124,7 +117,7 @@ class FitBackup(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Skips the batches that were trained on before the restart, in the first epoch of a restored `fit`."""
-        self.model._initial_epoch = None
+        keras_internals.begin_with_epoch(self.model, None)
         self._has_trained = True
         self._epoch, self._batch, self._has_validated = epoch, 0, False
         loaded = self._loaded
@@ -254,7 +247,7 @@ class FitBackup(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits for the last save and removes the backups if they are not to stay. Leaves if a worker must."""
         session = self._session
-        self.model._initial_epoch = None
+        keras_internals.begin_with_epoch(self.model, None)
         uncount_steps(self.model)
         # A new list: Keras is iterating over the old one and would skip the next callback.
         self._list.callbacks = [callback for callback in self._list.callbacks if callback is not self]
