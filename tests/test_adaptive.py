@@ -113,19 +113,6 @@ def test_a_constant_noise_scale_is_averaged_over_many_steps():
     assert np.sqrt(np.mean((np.array(signals) - 1) ** 2)) < 1.3 * 3 / math.sqrt(400)
 
 
-@pytest.mark.parametrize("weight", [19.0, 180.0])
-def test_the_state_of_an_earlier_version_is_read(weight):
-    """It had one average over 200 steps: its weight, and the means of signal, noise and squared signal."""
-    noise = NoiseScale.restored([weight, 2.0, 60.0, 5.0])
-
-    assert noise.value == 30
-    assert noise.least == pytest.approx(60 / (2 + 1 / math.sqrt(weight)))
-    assert noise.samples == weight
-    for _ in range(200):
-        noise.observe(NoiseSample(1.0, 60.0))
-    assert noise.value == pytest.approx(60, rel=0.05)
-
-
 def test_a_line_through_the_times_of_several_sizes():
     times, rng = StepTime(), np.random.default_rng(0)
     assert times.line() is None

@@ -81,11 +81,6 @@ class _Average:
         """Restores numbers that `state` has returned."""
         self.signal, self.noise, self._variance, self._weight, self._squared_weights = map(float, state)
 
-    def take_over(self, weight: float, signal: float, noise: float, square: float) -> None:
-        """Restores the numbers of the only average that earlier versions had: its weight, and its mean values."""
-        samples = min(weight, self._horizon)
-        self.restore([signal, noise, max(square - signal**2, 0.0), samples, samples])
-
 
 class NoiseScale:
     """The gradient noise scale: averages of signal and noise over many steps, and their quotient.
@@ -165,16 +160,10 @@ class NoiseScale:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any] | Sequence[Any]) -> "NoiseScale":
-        """Returns the noise scale of a result of `state`, also of one of an earlier version with a single average."""
+    def restored(cls, state: Mapping[str, Any]) -> "NoiseScale":
+        """Returns the noise scale of a result of `state`."""
         made = cls()
-        if isinstance(state, Mapping):
-            made.samples, made._latest = int(state["samples"]), float(state["latest"])
-            for average, numbers in zip(made._averages, state["averages"], strict=True):
-                average.restore(numbers)
-        else:
-            weight, made._latest, noise, square = map(float, state)
-            made.samples = round(weight)
-            for average in made._averages:
-                average.take_over(weight, made._latest, noise, square)
+        made.samples, made._latest = int(state["samples"]), float(state["latest"])
+        for average, numbers in zip(made._averages, state["averages"], strict=True):
+            average.restore(numbers)
         return made
