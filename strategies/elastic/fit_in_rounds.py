@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from tfdist._compat import keras_stack
+
 
 @dataclasses.dataclass
 class FitInRounds:
@@ -50,6 +52,11 @@ class FitInRounds:
     has_begun: bool = False
     logs: Any = dataclasses.field(default_factory=dict)
     epoch_logs: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def place(self) -> list[int]:
+        """The place in training at which this worker is: the number of the `fit`, the epoch and the batch."""
+        return [self.number, *keras_stack.place_in_fit()]
 
     def end_skipping(self) -> None:
         """Counts the time since the last step as `away` if that step was skipped, with the callbacks after it."""
