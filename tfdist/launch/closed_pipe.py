@@ -1,4 +1,4 @@
-"""Ends a command calmly if the program that reads its output has ended, as in `tfdist report RUN | head`."""
+"""Ends a command calmly if nobody reads its output any more, as in `tfdist report RUN | head`."""
 
 import os
 import select
@@ -13,7 +13,7 @@ def run_while_read(command: Callable[[], int]) -> int:
     """Runs a command until it returns or until nobody reads standard output. Then nothing more is printed.
 
     Python ignores SIGPIPE, so the command gets a `BrokenPipeError`. SIGPIPE stays ignored here, because it would also
-    end a command whose peer has closed a connection. See "Note on SIGPIPE" in Python's documentation of `signal`.
+    end the command when a peer closes a connection. See "Note on SIGPIPE" in Python's documentation of `signal`.
 
     Returns:
       The exit code of the command, or `EXIT_CODE` if it was interrupted.
@@ -32,7 +32,7 @@ def run_while_read(command: Callable[[], int]) -> int:
 
 
 def _is_unread() -> bool:
-    """Returns whether standard output is a pipe or connection whose other end is closed."""
+    """Returns whether standard output is a pipe or connection, and its other end is closed."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)  # Reports POLLERR and POLLHUP only.
@@ -42,7 +42,7 @@ def _is_unread() -> bool:
 
 
 def _flush_or_drop() -> None:
-    """Prints what is buffered. If nobody reads it, drops it: Python would print an error when it flushes at its end."""
+    """Prints the buffered text. Drops it if nobody reads it: Python would print an error at its end."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
