@@ -15,7 +15,7 @@ from tfdist._compat import keras_internals, keras_stack, tf_internals
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.creation_watch import CreationWatch
 from tfdist.faults.worker_comparison import WorkerComparison
@@ -71,28 +71,28 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         """Returns the integers of all workers, in the order of workers: one each, or lists of equal length."""
         own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
         said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
-        with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
+        with beside_steps.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
             return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
     def gathered(self, state):
         """Returns the whole value of a `ShardedState`, outside of a step; all workers must read it."""
         if self._num_workers == 1:
             return super().gathered(state)
-        with watchdog.waiting_for_all("reads of the state of a sharded optimizer, as by `model.save`"):
+        with beside_steps.waiting_for_all("reads of the state of a sharded optimizer, as by `model.save`"):
             return super().gathered(state)
 
     def looked_up(self, table, ids, dtype):
         """Returns rows of a `ShardedTable`, outside of a step; all workers must call it."""
         if self._num_workers == 1:
             return super().looked_up(table, ids, dtype)
-        with watchdog.waiting_for_all("calls of a ShardedEmbedding outside of steps"):
+        with beside_steps.waiting_for_all("calls of a ShardedEmbedding outside of steps"):
             return super().looked_up(table, ids, dtype)
 
     def waiting_for_synchronization(self):
         """The context of a synchronization outside of steps, for which all workers must come."""
         if self._num_workers == 1:
             return super().waiting_for_synchronization()
-        return watchdog.waiting_for_all("`strategy.synchronize()`, ends of epochs, and `evaluate` and `predict`")
+        return beside_steps.waiting_for_all("`strategy.synchronize()`, ends of epochs, and `evaluate` and `predict`")
 
     def write_files_on_chief(self, is_chief):
         """Sets whether this worker writes files, if TensorFlow does not know the other workers."""
@@ -220,7 +220,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
     @functools.cached_property
     def creations(self):
         """Counts the variables that this worker makes, so that the watchdog notices workers with different models."""
-        return watchdog.Creations()
+        return beside_steps.Creations()
 
     def _create_variable(self, next_creator, **kwargs):
         if keras_stack.makes_for_comparison():  # Only the worker that saves makes this temporary object.

@@ -38,7 +38,7 @@ from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.backup.state_provider import CapturedState, StateProvider, TrainedFit
 from tfdist.errors import BackupError, PositionError
 from tfdist.events.phase_names import AGREEING
-from tfdist.faults import coordination_store, peer_probe, preemption, watchdog
+from tfdist.faults import beside_steps, coordination_store, peer_probe, preemption
 from tfdist.testing import WorkerPool
 
 
@@ -844,8 +844,8 @@ def test_the_watchdog_knows_that_the_training_thread_waits_for_an_agreement(monk
     of_worker = agreement.ChiefDecision(strategy_of_workers(2), 600)
     for topic in ("fit", "save"):
         with contextlib.suppress(TypeError):  # The service does not return the decision.
-            of_worker.settle(topic, 0, lambda said: settled.append(list(watchdog._sections)))
-    assert settled == [[AGREEING], []] and watchdog._sections == []
+            of_worker.settle(topic, 0, lambda said: settled.append(list(beside_steps.sections)))
+    assert settled == [[AGREEING], []] and beside_steps.sections == []
 
 
 def test_a_worker_without_the_backup_callback_is_named_after_the_timeout(monkeypatch):

@@ -797,7 +797,7 @@ def test_all_workers_leave_after_the_same_step_if_one_is_preempted(job):
     job.start(
         TRAIN
         + """
-from tfdist.faults import preemption, watchdog
+from tfdist.faults import beside_steps, preemption
 
 class Backup(keras.callbacks.Callback):
     stop = False
@@ -808,7 +808,7 @@ class Backup(keras.callbacks.Callback):
         self.stop |= report.stop
     def on_train_batch_end(self, batch, logs=None):
         if self.stop:
-            with watchdog.section("save"):
+            with beside_steps.section("save"):
                 (here / f"saved-{worker}").write_text(str(strategy.reports.latest.number))
             preemption.leave()
 

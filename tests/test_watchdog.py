@@ -39,15 +39,16 @@ from tfdist.events.phase_names import (
     WAITING,
 )
 from tfdist.exit_codes import STALLED
-from tfdist.faults import FaultTolerance, watchdog, worker_comparison
+from tfdist.faults import FaultTolerance, beside_steps, watchdog, worker_comparison
 from tfdist.faults import coordination_store as board_module
 from tfdist.faults.activity import Activity, Doing
+from tfdist.faults.beside_steps import Creations
 from tfdist.faults.coordination_store import DONE, OVER, CoordinationStore
 from tfdist.faults.shutdown import hear_aloud
 from tfdist.faults.stall_suspect import describe, stalled_at, suspect_of, unlike_calls, yet_to_come
 from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.stalled_line import stalled_line
-from tfdist.faults.watchdog import Creations, Watchdog, start
+from tfdist.faults.watchdog import Watchdog, start
 from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.report.missing_workers import last_exchange, missed_exchanges
 
@@ -207,11 +208,11 @@ def test_validation_and_skipped_batches_count_as_progress():
     before = strategy.reports.evaluated
     model.evaluate(x, x[:, :1], verbose=0)
     assert strategy.reports.evaluated > before > 0
-    counted, before = CountedSteps(next, 1), watchdog._moves
+    counted, before = CountedSteps(next, 1), beside_steps.moves()
     counted.pass_over(3, 2, lambda _: None, reads=True, runs_last=False, logs=None)
     iterator = iter(range(9))
     assert [counted(iterator) for _ in range(4)] == [None, None, None, 5]
-    assert watchdog._moves == before + 5
+    assert beside_steps.moves() == before + 5
 
 
 def test_a_fit_without_a_strategy_is_watched_only_within_another_fit():
@@ -251,7 +252,7 @@ def test_a_fit_without_a_strategy_is_watched_only_within_another_fit():
     with pytest.raises(ZeroDivisionError):
         own.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0, callbacks=at_end(lambda: 1 / 0))
     assert looked(plain) == {None}  # Keras still holds the validation data of `own`.
-    with watchdog.waiting_for_all("what a fit of the strategy exchanges before its first step"):
+    with beside_steps.waiting_for_all("what a fit of the strategy exchanges before its first step"):
         assert None not in looked(plain)
 
 
@@ -420,11 +421,11 @@ def test_a_call_that_ends_during_the_check_for_absent_workers_is_no_fault(monkey
     board.report_error = errors.append
     dog = Watchdog(Lone(), board, StallTimeout(), Creations())
     with ended:
-        ended.enter_context(watchdog.waiting_for_all("a broadcast"))
+        ended.enter_context(beside_steps.waiting_for_all("a broadcast"))
         board.absent = lambda: ended.close() or 0
         dog._look_for_the_absent()
     assert not errors
-    with watchdog.waiting_for_all("a broadcast"):
+    with beside_steps.waiting_for_all("a broadcast"):
         board.absent = lambda: 0
         dog._look_for_the_absent()
     assert len(errors) == 1 and "program of worker 0 has ended" in errors[0]

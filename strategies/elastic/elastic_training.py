@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist._compat import keras_internals, keras_stack
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.strategies.chief_only_guard import is_on_chief_alone
 from tfdist.strategies.elastic import model_state
 from tfdist.strategies.elastic.chief_role import ChiefRole
@@ -259,7 +259,7 @@ class ElasticTraining:
                 batch = next(iterator)
             except StopIteration as error:
                 raise tf.errors.OutOfRangeError(None, None, "The input has ended.") from error
-            watchdog.moved()
+            beside_steps.moved()
             first = tf.nest.flatten(batch)[0]
             rows = [int(tf.shape(own)[0]) for own in strategy.experimental_local_results(first)]  # type: ignore[union-attr]
             total += sum(rows)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfdist.events.phase_names import WAITING
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.strategies.elastic import model_state
 from tfdist.strategies.elastic.fit_in_rounds import FitInRounds
 from tfdist.strategies.elastic.round_averaging import RoundAveraging
@@ -95,5 +95,5 @@ class FitRole(abc.ABC):
     def waiting(self) -> Iterator[None]:
         """The context of a wait for other workers, which has deadlines of its own."""
         strategy = self._strategy()
-        with watchdog.section(WAITING), strategy.reports.activity.exchanging("fit"):  # type: ignore[union-attr]
+        with beside_steps.section(WAITING), strategy.reports.activity.exchanging("fit"):  # type: ignore[union-attr]
             yield

@@ -15,7 +15,7 @@ from absl import logging
 from tfdist._compat import tf_internals
 from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
 from tfdist.events.phase_names import AGREEING
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.fault_deadlines import options_of
 from tfdist.faults.peer_probe import PeerProbe
@@ -76,7 +76,7 @@ class ChiefDecision:
         Raises:
           BackupError: If a worker does not begin in time, or has other arguments.
         """
-        with watchdog.section(AGREEING):
+        with beside_steps.section(AGREEING):
             self._settle("fit", dict(told), _compare, self._begin_seconds, _NOT_COME)
 
     def settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -89,7 +89,7 @@ class ChiefDecision:
         """
         if topic == "save":  # In a thread of its own, while the training thread trains.
             return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
-        with watchdog.section(AGREEING):
+        with beside_steps.section(AGREEING):
             return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
 
     def _settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any], seconds: float, fault: str) -> Any:

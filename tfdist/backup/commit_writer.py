@@ -16,7 +16,7 @@ from tfdist.backup.part_files import pack, write_part
 from tfdist.backup.snapshot import Snapshot
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.phase_names import SAVE
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.package_version import version_of
 from tfdist.run_files import ATTEMPT, RunFiles
 
@@ -81,7 +81,7 @@ class CommitWriter:
     def wait(self) -> None:
         """Waits until the last snapshot of the `fit` is committed; raises like `save`."""
         if self._thread is not None:
-            with watchdog.section(SAVE):
+            with beside_steps.section(SAVE):
                 self._thread.join()
             self._thread = None
         self.check()

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdist.errors import BackupError
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.readable_numbers import counted
 from tfdist.strategies import keras_calls
 
@@ -92,7 +92,7 @@ class CountedSteps:
                     "Give `fit` the same data as before, or another backup_dir."
                 ) from None
             self.consumed += 1
-            watchdog.moved()
+            beside_steps.moved()
 
 
 def count_steps(model: keras.Model, former: CountedSteps | None = None) -> CountedSteps:

@@ -17,7 +17,7 @@ from tfdist._compat import keras_internals, tf_internals
 from tfdist.cluster import ClusterSpec
 from tfdist.data.weak_callbacks import listen
 from tfdist.events.phase_names import AGREEING, SAVE, VALIDATION
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 from tfdist.strategies.foreign_keras import ForKerasModels
 from tfdist.telemetry import kubeflow_sink
@@ -278,7 +278,7 @@ def _identity_of(strategy: Any) -> WorkerIdentity:
 
 
 def _saved_seconds() -> float:
-    return watchdog.section_seconds[SAVE] + watchdog.section_seconds[AGREEING]
+    return beside_steps.section_seconds[SAVE] + beside_steps.section_seconds[AGREEING]
 
 
 def _steps_of(model: keras.Model) -> int:

@@ -32,7 +32,6 @@ worker has not begun the call yet. TensorFlow creates a variable by a broadcast.
 """
 
 import atexit
-import collections
 import contextlib
 import itertools
 import math
@@ -50,14 +49,15 @@ from absl import logging
 
 from tfdist._compat import call_stack, keras_stack
 from tfdist.cluster import ClusterSpec
-from tfdist.errors import ClusterError
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.phase_names import AGREEING, EXCHANGE, ITS_END, MEETING, WAITING
 from tfdist.events.phase_times import TIMES
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
+from tfdist.faults import beside_steps
 from tfdist.faults.activity import Call
+from tfdist.faults.beside_steps import Creations, WaitForAll
 from tfdist.faults.coordination_store import CoordinationStore, reported
 from tfdist.faults.stall_suspect import (
     UNLIKE_CALLS,
@@ -72,15 +72,7 @@ from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.stalled_line import stalled_line
 from tfdist.run_files import is_supervised
 
-__all__ = [
-    "Creations",
-    "Watchdog",
-    "moved",
-    "section",
-    "start",
-    "start_alone",
-    "waiting_for_all",
-]
+__all__ = ["Watchdog", "start", "start_alone"]
 
 _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
@@ -95,92 +87,7 @@ _UNLIKE_SECONDS = 8.0  # Without progress, before different calls are looked for
 _SAID_OF_ENDS = (" is gone", " ended by ")  # In the error of a collective after a worker has ended.
 _WARN_SECONDS, _WARN_AGAIN_SECONDS = 30.0, 60.0
 
-section_seconds: "collections.defaultdict[str, float]" = collections.defaultdict(float)
-"""Seconds that this process has spent in each section."""
-
-_sections: list[str] = []
-_moves = 0
-_meetings: list["_Meeting"] = []  # Exchanges in which this worker waits.
 _made = itertools.count()  # Numbers the watchdogs with peers, equally on all workers.
-
-
-def _state() -> dict[str, Any]:
-    """Returns the section or the exchange before a call in which this worker is, for the file with its events."""
-    if _meetings:
-        return {"section": MEETING, "meeting": _meetings[-1].what}
-    return {"section": _sections[-1] if _sections else None}
-
-
-recorder.add_state(_state)
-
-
-@contextlib.contextmanager
-def section(name: str) -> Iterator[None]:
-    """Tells the watchdog what this worker does in the block, outside of training: `with watchdog.section("save"):`."""
-    began = time.monotonic()
-    _sections.append(name)
-    try:
-        yield
-    finally:
-        _sections.remove(name)
-        section_seconds[name] += time.monotonic() - began
-
-
-def moved() -> None:
-    """Reports progress of this worker to the watchdog that no training step shows, such as a skipped batch."""
-    global _moves
-    _moves += 1
-
-
-class _Meeting:
-    """A wait for all workers outside of steps: its name, its start time and its fault (`None` until one is known)."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.since = time.monotonic()
-        self.fault: str | None = None
-
-
-@contextlib.contextmanager
-def waiting_for_all(what: str) -> Iterator[_Meeting]:
-    """Tells the watchdog that all workers must join the block's exchange, named `what`, so that no wait lasts forever.
-
-    Yields:
-      The exchange with its `fault`. A fault makes collectives fail; a block that waits in another way must check it.
-
-    Raises:
-      ClusterError: If the exchange fails because a peer's program has ended, is in another call, or does not come.
-    """
-    meeting = _Meeting(what)
-    _meetings.append(meeting)
-    try:
-        yield meeting
-    except tf.errors.OpError as error:
-        fault = meeting.fault or reported(error, UNLIKE_CALLS)
-        if fault:
-            raise ClusterError(fault) from error
-        raise
-    finally:
-        _meetings.remove(meeting)
-
-
-class Creations:
-    """Counts the variables that a worker creates. At each, all workers wait, so the watchdog finds different models."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.since: float | None = None
-
-    @contextlib.contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Tells the watchdog that the block creates one variable, for which all workers must come."""
-        self.since = time.monotonic()
-        try:
-            with waiting_for_all("the creation of variables in the scope"):
-                yield
-            self.count += 1
-        finally:
-            self.since = None
 
 
 def start(
@@ -327,16 +234,16 @@ class Watchdog:
             return
         reports = strategy.reports
         doing = reports.doing()
-        phase = MEETING if _meetings else doing.phase
+        phase = MEETING if beside_steps.waits else doing.phase
         if doing.in_step and not reports.tells:  # XLA compiles it, or it is the user's own.
             phase = None
-        if phase is not None and _sections:
-            phase = _sections[-1]
+        if phase is not None and beside_steps.sections:
+            phase = beside_steps.sections[-1]
         while reports.activity.step_seconds:
             self._patience.learn(*reports.activity.step_seconds.popleft())
         # While this worker waits for the chief, only the chief's clock runs.
         observed = None if phase == WAITING else phase
-        progress, carried = (doing.progress, _moves), self._carried()
+        progress, carried = (doing.progress, beside_steps.moves()), self._carried()
         self._patience.observe(observed, progress, elapsed_seconds, is_first=doing.is_first, carried=carried)
         if self._patience.waited_seconds < self._asked_at:
             self._asked_at = self._warned_at = 0.0
@@ -377,20 +284,20 @@ class Watchdog:
     def _look_for_the_absent(self) -> None:
         """Makes an exchange fail if a peer's program has ended; for an exchange of a step, only records the absence."""
         now = time.monotonic()
-        for meeting in _meetings[-1:]:
-            if meeting.fault or now - meeting.since <= _ABSENCE_SECONDS:
+        for wait in beside_steps.waits[-1:]:
+            if wait.fault or now - wait.since <= _ABSENCE_SECONDS:
                 continue
             absent = self._board.absent()
             # If the exchange is no longer listed, it finished before the peer's program ended.
-            if absent is not None and meeting in _meetings:
-                self._fail(meeting, self._board.in_vain(meeting.what, absent))
+            if absent is not None and wait in beside_steps.waits:
+                self._fail(wait, self._board.in_vain(wait.what, absent))
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
         if not (is_late and self._position["section"] == EXCHANGE):
             self._absence = None
         elif (self._absence is None or self._absence[0] != step) and self._board.absent() is not None:
             self._absence = step, now
 
-    def _fail(self, call: "_Meeting | Call", fault: str) -> None:
+    def _fail(self, call: WaitForAll | Call, fault: str) -> None:
         """Makes the call or exchange in which this worker waits fail, together with all other collectives."""
         call.fault = fault
         logging.error(fault)
@@ -433,7 +340,7 @@ class Watchdog:
 
     def _fail_call(self, fault: str) -> None:
         strategy = self._strategy()
-        call = _meetings[-1] if _meetings else strategy and strategy.reports.activity.call
+        call = beside_steps.waits[-1] if beside_steps.waits else strategy and strategy.reports.activity.call
         if call is not None and call.fault is None:
             self._fail(call, fault)
 
@@ -469,7 +376,11 @@ class Watchdog:
 
         Takes about 4 s unless the reason is known at once, such as the end of a worker.
         """
-        fault = call.fault or (_meetings[-1].fault if _meetings else None) or reported(error, UNLIKE_CALLS)
+        fault = (
+            call.fault
+            or (beside_steps.waits[-1].fault if beside_steps.waits else None)
+            or reported(error, UNLIKE_CALLS)
+        )
         is_known = any(said in str(error) for said in _SAID_OF_ENDS)
         if fault or is_known or "ollective" not in str(error):
             return fault

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.errors import WAIT_FOR_CHIEF, ClusterError, WorkerLostError
 from tfdist.events.phase_names import WAITING
-from tfdist.faults import watchdog
+from tfdist.faults import beside_steps
 from tfdist.faults.coordination_store import CoordinationStore
 
 __all__ = ["WorkerComparison"]
@@ -198,10 +198,10 @@ class WorkerComparison:
         if not waits:
             deadline = time.monotonic() + _OPTIONAL_SECONDS
             return self._decide(name, own, lambda: is_closed() or time.monotonic() > deadline)
-        with watchdog.waiting_for_all("the comparison of the first batch of a dataset") as meeting:
-            decided = self._decide(name, own, lambda: is_closed() or meeting.fault is not None)
-        if meeting.fault is not None:
-            raise ClusterError(meeting.fault)
+        with beside_steps.waiting_for_all("the comparison of the first batch of a dataset") as wait:
+            decided = self._decide(name, own, lambda: is_closed() or wait.fault is not None)
+        if wait.fault is not None:
+            raise ClusterError(wait.fault)
         return decided
 
     def say_late(self, name: str) -> None:
@@ -282,7 +282,7 @@ class WorkerComparison:
           ClusterError: If the action failed on the chief, or the chief is gone or its program has ended.
         """
         subject, said = _alone(what), None
-        with watchdog.section(WAITING):
+        with beside_steps.section(WAITING):
             while said is None:
                 try:
                     said = self._hear_chief(subject, what, check)
