@@ -2,9 +2,12 @@
 
     python -m benchmarks.first_step                             # about 10 minutes on 2 cores, 16 workers take 9 GB
     python -m benchmarks.first_step --workers 2,16 --codecs none,int8 --json first_step.json
+    python -m benchmarks.first_step --workers 2,16 --at_once 16 --repeats 3     # 8 jobs of 2 workers, 1 job of 16
 
 A custom loop trains a dense network of 0.7 M parameters on one host. For each number of workers and each variant the
-workers start anew. The table shows, as medians over the workers:
+workers start anew. More processes share the processors and their caches, so each takes more processor time. With
+`--at_once` as many workers run for each number of workers, in several jobs at once, so that the times differ only by
+what the size of a job costs. The table shows, as medians over the workers and then over the repeats:
 
 - nodes: operations in the graph of a step, with those of its functions, each counted once;
 - first step: processor seconds of tracing and of the first step, in all threads of a worker;
@@ -12,11 +15,14 @@ workers start anew. The table shows, as medians over the workers:
 - threads: threads of a worker after it.
 """
 
+import contextlib
 import functools
 import json
 import pathlib
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -33,6 +39,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("workers", ["2", "4", "8", "16"], "Numbers of workers.")
 flags.DEFINE_list("codecs", ["stock", "none", "int8", "powersgd"], "Values of `compression=`; stock is TensorFlow's.")
 flags.DEFINE_integer("steps", 10, "Later steps.", 1)
+flags.DEFINE_integer("at_once", 0, "Workers that run at once, in as many jobs as they fill; 0 for one job.", 0)
+flags.DEFINE_integer("repeats", 1, "Repeats of each measurement.", 1)
 flags.DEFINE_string("json", None, "A file for the results.")
 
 _FEATURES, _HIDDEN, _CLASSES, _ROWS = 256, (640, 640), 10, 16
@@ -40,8 +48,9 @@ _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 _COLUMNS = ("nodes", "first step", "step", "threads")
 
 
-def measure(codec: str, steps: int) -> tuple[float, ...]:
-    """Trains on one worker. Returns the columns of the table."""
+@functools.cache
+def prepare(codec: str) -> tuple[Callable[..., tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+    """Makes the strategy and the model of a worker. Returns the function of a step, not traced yet, and its batch."""
     if codec == "stock":
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     else:
@@ -64,15 +73,26 @@ def measure(codec: str, steps: int) -> tuple[float, ...]:
     def step(x, y):
         return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(of_replica, (x, y)), axis=None)
 
+    return step, (x, y)
+
+
+def make_ready(codec: str) -> None:
+    """Calls `prepare` on one worker, so that the first steps of all jobs begin together."""
+    prepare(codec)
+
+
+def measure(codec: str, steps: int) -> tuple[float, ...]:
+    """Trains on one worker. Returns the columns of the table."""
+    step, batch = prepare(codec)
     begun = time.process_time()
-    float(step(x, y))
+    float(step(*batch))
     first = time.process_time() - begun
     times = []
     for _ in range(steps):
         begun = time.perf_counter()
-        float(step(x, y))
+        float(step(*batch))
         times.append(time.perf_counter() - begun)
-    return nodes_of(step.get_concrete_function(x, y)), first, statistics.median(times), threads_of_process()
+    return nodes_of(step.get_concrete_function(*batch)), first, statistics.median(times), threads_of_process()
 
 
 def nodes_of(function: tf.types.experimental.ConcreteFunction) -> int:
@@ -86,11 +106,25 @@ def threads_of_process() -> int:
     return len(list(pathlib.Path("/proc/self/task").iterdir()))
 
 
-@functools.cache
 def _results_of(workers: int, codec: str) -> tuple[float, ...]:
-    with WorkerPool(workers, env=_THREADS) as pool:
-        everyone = pool.run(measure, codec, FLAGS.steps)
-    return tuple(statistics.median(column) for column in zip(*everyone, strict=True))
+    repeats = [_medians(_once(workers, codec)) for _ in range(FLAGS.repeats)]
+    return _medians(repeats)
+
+
+def _once(workers: int, codec: str) -> list[tuple[float, ...]]:
+    """Runs the jobs once, at the same time. Returns the columns of each worker."""
+    jobs = max(FLAGS.at_once // workers, 1)
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(WorkerPool(workers, env=_THREADS)) for _ in range(jobs)]
+        for pool in pools:
+            pool.run(make_ready, codec)
+        with ThreadPoolExecutor(jobs) as threads:
+            of_jobs = list(threads.map(lambda pool: pool.run(measure, codec, FLAGS.steps), pools))
+    return [row for rows in of_jobs for row in rows]
+
+
+def _medians(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
 
 def main(_) -> None:
