@@ -260,7 +260,8 @@ class Collectives(tf_internals.CollectiveAllReduce):
             for tensor in tensors
         ]
         for group, members, buckets in self._laid_out(tensors, transport, options, limit_bytes):
-            reduced = [transport.all_reduce(join(bucket, members), options) for bucket in buckets]
+            joined = [join(bucket, members, multiple=_parts(bucket, members, transport)) for bucket in buckets]
+            reduced = [transport.all_reduce(each, options) for each in joined]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
                 totals[i] = added_up(total, tensors[i].dtype)
         return totals
@@ -279,6 +280,13 @@ class Collectives(tf_internals.CollectiveAllReduce):
             limit = options.bytes_per_pack or limit_bytes or bucket_bytes(members)
             part = options.bytes_per_pack or largest
             yield list(group), members, fill_buckets(members, limit, part_bytes=part)
+
+
+def _parts(bucket, members, transport):
+    """Returns the number of parts in which a transport sums a bucket. Padding in `join` takes the fewest operations."""
+    size = sum(segment.bytes_of(members[segment.tensor]) for segment in bucket)
+    in_parts = transport.is_ordered and not is_sent_whole(size, transport.ranks)
+    return transport.ranks if in_parts else 1
 
 
 def symbolic_tensors(values) -> list[tf.Tensor]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, part_bytes, separate
+from tfdist.strategies.collectives.finite_sums import DecodedSum, all_finite, decoded_are_finite
 from tfdist.strategies.collectives.ordered_sums import sum_in_order
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import Gradient, Transport
@@ -64,7 +65,7 @@ class CodecGroup:
         """
         across, within = watch.timed(collectives.across_workers(replica)), collectives.within_worker(replica)
         within = None if within is None else watch.timed(within)
-        totals, kept, finite = [], [], []
+        totals, kept, decoded = [], [], []
         members = [tf.cast(gradient, tf.float32) for gradient in gradients]
         rest = list(states)
         for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
@@ -73,9 +74,10 @@ class CodecGroup:
             repeats = not self.codec.keeps_zeros
             joined = watch.begin(join(bucket, members, self._granule, self._multiple, repeats=repeats))
             part = joined if within is None else _sum_of_own_part(within, joined, options)
-            total, new_first, new_second, is_finite = all_reduce_encoded(
+            summed, new_first, new_second = all_reduce_encoded(
                 self.codec, part, tuple(own[:first]), tuple(own[first:]), across, options
             )
+            total = summed.total
             if within is not None:
                 total = tf.ensure_shape(within.all_gather(total, options), joined.shape)
             if not self.codec.keeps_zeros:
@@ -83,10 +85,11 @@ class CodecGroup:
             total, new_first, new_second = watch.end([total, new_first, new_second])
             totals.append(total)
             kept += [*new_first, *new_second]
-            # With several devices per worker, each device has checked only its own part of the bucket.
-            finite.append(is_finite if collectives.spread == 1 else tf.reduce_all(tf.math.is_finite(total)))
+            decoded.append(summed)
         sums = separate(self._buckets, totals, gradients, self._granule)
-        return sums, kept, tf.reduce_all(finite)
+        # With several devices per worker, the words of a device show only its own part of a bucket.
+        finite = decoded_are_finite(self.codec, decoded) if collectives.spread == 1 else all_finite(totals)
+        return sums, kept, finite
 
     def uncompressed(self, gradients, replica: int, collectives: Collectives, options: Any):
         """Returns the sums of the gradients, before the first step of the codec."""
@@ -169,7 +172,7 @@ def sent_words(codec: WordCodec, elements: int, ranks: int, relay: float = 1) ->
 
 def all_reduce_encoded(
     codec: WordCodec, bucket: tf.Tensor, first: State, second: State, transport: Transport, options: Any
-) -> tuple[tf.Tensor, State, State, tf.Tensor]:
+) -> tuple[DecodedSum, State, State]:
     """Sums a bucket of gradients over all ranks, which exchange it encoded.
 
     Each rank owns one chunk of the bucket. It receives this chunk from all ranks, encoded, sums in float32 in the order
@@ -187,8 +190,8 @@ def all_reduce_encoded(
       options: TensorFlow's `CommunicationOptions` for collectives.
 
     Returns:
-      The sum, float32 [elements]; the new `first` and `second`; and whether the sum is finite, bool []. An Inf or NaN
-      on any rank makes the sum non-finite on all ranks.
+      The sum, with `total` float32 [elements], and the new `first` and `second`. An Inf or NaN on any rank makes the
+      sum non-finite on all ranks.
 
     References:
       Seide et al., 1-bit SGD, 2014, for residuals in both directions.
@@ -197,71 +200,80 @@ def all_reduce_encoded(
     two_shots = in_two_shots(codec, transport.ranks)
     rows = transport.ranks if two_shots else 1
     compiled = _is_compiled(bucket)
-    words, first = _encode(codec, compiled)(tf.reshape(bucket, [rows, -1]), first)
+    words, first = _compress(codec, tf.reshape(bucket, [rows, -1]), first, compiled)
     chunk = bucket.shape[0] // rows
     if not two_shots:
-        total, finite = _sum(codec, compiled)(transport.all_gather(words, options), chunk)
-        return tf.reshape(total, [-1]), first, second, finite
-    received = transport.all_to_all(words, options)
-    words, second = _sum_and_encode(codec, compiled)(received, second, chunk)
-    total, finite = _decode(codec, compiled)(transport.all_gather(words, options), chunk)
-    return tf.reshape(total, [-1]), first, second, finite
+        received = transport.all_gather(words, options)
+        total = _sum(codec, compiled)(received, chunk)
+    else:
+        received = transport.all_to_all(words, options)
+        words, second = _sum_and_encode(codec, compiled)(received, second, chunk)
+        received = transport.all_gather(words, options)
+        total = _decode(codec, compiled)(received, chunk)
+    return DecodedSum(tf.reshape(total, [-1]), received, chunk), first, second
 
 
 def encode(codec: WordCodec, rows: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
     """Encodes rows of gradients plus their residuals: float32 [rows, elements] -> int32 [rows, words], new state."""
-    return _encode(codec, _is_compiled(rows))(rows, state)
+    return _compress(codec, rows, state, _is_compiled(rows))
 
 
-def sum_encoded(codec: WordCodec, rows: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decodes the rows of all ranks and sums in the order of ranks: the sum [1, elements], and whether it is finite."""
-    return _sum(codec, elements * rows.shape[0] >= _COMPILED_ELEMENTS)(rows, elements)
+def sum_encoded(codec: WordCodec, rows: tf.Tensor, elements: int) -> DecodedSum:
+    """Decodes the rows of all ranks and sums them in the order of ranks: [ranks, words] -> [1, elements]."""
+    total = _sum(codec, elements * rows.shape[0] >= _COMPILED_ELEMENTS)(rows, elements)
+    return DecodedSum(total, rows, elements)
 
 
 def _is_compiled(bucket: tf.Tensor) -> bool:
     return bucket.shape.num_elements() >= _COMPILED_ELEMENTS
 
 
-# When compiled, a large bucket takes one pass over memory instead of one per operation.
-
-
-@functools.cache
-def _encode(codec: WordCodec, compiled: bool):
-    return _function(lambda values, state: codec.compress(tf.cast(values, tf.float32), state), compiled)
+# When compiled, a large bucket takes one pass over memory instead of one per operation. The compiled functions share
+# those in which a codec encodes and decodes, so that these are traced once.
 
 
 @functools.cache
 def _sum_and_encode(codec: WordCodec, compiled: bool):
-    return _function(lambda rows, state, elements: codec.compress(_sum_rows(codec, rows, elements), state), compiled)
+    def sum_and_encode(rows, state, elements):
+        return _compress(codec, _total(codec, rows, elements, compiled), state, compiled)
+
+    return _function(sum_and_encode, compiled)
 
 
 @functools.cache
 def _sum(codec: WordCodec, compiled: bool):
-    return _function(lambda rows, elements: _checked(codec, _sum_rows(codec, rows, elements), rows, elements), compiled)
+    return _function(lambda rows, elements: _total(codec, rows, elements, compiled), compiled)
 
 
 @functools.cache
 def _decode(codec: WordCodec, compiled: bool):
-    return _function(lambda rows, elements: _checked(codec, codec.decode(rows, elements), rows, elements), compiled)
-
-
-def _checked(codec, total, rows, elements):
-    """Returns `total` and whether it is finite; reads all its values only if no bound of the codec shows it."""
-
-    def look():
-        return tf.reduce_all(tf.math.is_finite(total))
-
-    bounds = codec.bound(rows, elements)
-    if bounds is None:
-        return total, look()
-    is_bounded = tf.reduce_all(tf.math.is_finite(tf.reduce_sum(bounds, axis=0)))
-    return total, tf.cond(is_bounded, lambda: True, look)
+    return _function(codec.decode, compiled)
 
 
 def _function(function, compiled):
     return tf.function(function, jit_compile=True, autograph=False) if compiled else function
 
 
-def _sum_rows(codec: WordCodec, rows: tf.Tensor, elements: int) -> tf.Tensor:
+def _total(codec: WordCodec, rows: tf.Tensor, elements: int, compiled: bool) -> tf.Tensor:
     """Decodes the messages of all ranks and sums in the order of ranks: [ranks, words] -> float32 [1, elements]."""
-    return sum_in_order(codec.decode(rows, elements))[None]
+    return sum_in_order(_decode(codec, compiled)(rows, elements), keepdims=True)
+
+
+def _compress(codec: WordCodec, values: tf.Tensor, state: State, compiled: bool) -> tuple[tf.Tensor, State]:
+    """Encodes rows plus their residuals; see `WordCodec.compress`."""
+    if not compiled:
+        return codec.compress(values, state)
+    count, elements = values.shape
+    words, new = _compress_any_rows(codec, elements)(values, state)
+    words.set_shape([count, codec.words(elements)])
+    for each in new:
+        each.set_shape(values.shape)
+    return words, new
+
+
+@functools.cache
+def _compress_any_rows(codec: WordCodec, elements: int):
+    """The codec's `compress` for any number of rows: the gradients of a rank have many, the sum of all has one."""
+    rows = tf.TensorSpec([None, elements], tf.float32)
+    signature = [rows, (rows,) * codec.states]
+    return tf.function(codec.compress, input_signature=signature, jit_compile=True, autograph=False)

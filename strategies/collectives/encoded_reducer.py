@@ -17,7 +17,7 @@ from tfdist.strategies.collectives.chosen_codecs import ChosenCodecs, CodecsToCh
 from tfdist.strategies.collectives.codec_choice import Choices, choices_among
 from tfdist.strategies.collectives.codec_parts import part_of_codec, parts_by_codec
 from tfdist.strategies.collectives.codec_state_layout import CodecStateLayout
-from tfdist.strategies.collectives.finite_sums import check_if, is_finite
+from tfdist.strategies.collectives.finite_sums import all_true, check_if, is_finite
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.replica_exchange import ReplicaExchange
 from tfdist.strategies.collectives.sparse import sparse_row_bytes
@@ -160,7 +160,8 @@ class EncodedReducer(tf.Module):
             self._count(exchange)
             if control is not None:
                 control.end_step(gradients, exchange.totals, of_all[0], collectives.untouched(replica).handle)
-            self.times.of_replicas[replica].assign_add(tf.add_n(exchange.seconds) if exchange.seconds else NO_TIME)
+            if self.is_timed:
+                self.times.of_replicas[replica].assign_add(tf.add_n(exchange.seconds) if exchange.seconds else NO_TIME)
         return exchange.totals
 
     def _sum_by_choice(self, exchange: ReplicaExchange) -> None:
@@ -242,7 +243,7 @@ class EncodedReducer(tf.Module):
 
         def assign_if_finite():
             unseen_groups = [tf.cond(*check_if(totals, *group)) for group in groups]
-            all_finite = tf.reduce_all([*exchange.finite, *(is_finite(totals[i]) for i in unseen), *unseen_groups])
+            all_finite = all_true([*exchange.finite, *(is_finite(totals[i]) for i in unseen), *unseen_groups])
             if self.in_parts:  # No replica sees the whole sums.
                 with contextlib.nullcontext() if branch is None else branch():
                     all_finite = self._on_all_replicas(all_finite, exchange.replica, exchange.options)
@@ -393,7 +394,7 @@ class EncodedReducer(tf.Module):
         collectives, gradients, done, choice = self._collectives, exchange.gradients, exchange.done, exchange.choice
         options = exchange.options
         dense = [gradients[i] for i in [*self._raw, *self._raw_parts] if i not in self._sparse]
-        raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
+        raw = sent = round(collectives.uncompressed_bytes(dense, options))
         for unit in self._choices.dense:
             bytes_of = unit.bytes_of(gradients, collectives, options)
             raw += bytes_of[0]
@@ -418,4 +419,4 @@ class EncodedReducer(tf.Module):
                 if i in of_rows
                 else rows * bytes_from_step(0 if codec is None else codec.start_step, done, encoded, uncompressed)
             )
-        self.counts[exchange.replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
+        self.counts[exchange.replica].assign_add(tf.convert_to_tensor([1, raw, sent], tf.int64))

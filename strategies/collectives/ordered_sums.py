@@ -10,23 +10,33 @@ _ROWS_IN_ORDER = 15
 ADDED_OUTSIDE = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
-def sum_in_order(rows: tf.Tensor) -> tf.Tensor:
+def sum_in_order(rows: tf.Tensor, *, keepdims: bool = False) -> tf.Tensor:
     """Adds rows one after another, so that the bits of the sum do not depend on timing: [rows, ...] -> [...].
+
+    With `keepdims` the sum is one row, [1, ...].
 
     Takes few operations for each factor of 15 in the number of rows. More than 15 rows are added in groups of up to 15
     consecutive rows, and then the sums of the groups.
     """
     if rows.shape[0] > 2 and rows.shape[1:].num_elements() == 1:  # TensorFlow adds one column in an order of its own.
         column = tf.reshape(rows, [-1, 1])
-        return tf.reshape(sum_in_order(tf.concat([column, column], axis=1))[0], rows.shape[1:])
+        shape = [*[1] * keepdims, *rows.shape[1:]]
+        return tf.reshape(sum_in_order(tf.concat([column, column], axis=1))[0], shape)
+    if rows.shape[0] == 2:
+        total = tf.add(*tf.unstack(rows))
+        return tf.expand_dims(total, 0) if keepdims else total
     while rows.shape[0] > _ROWS_IN_ORDER:
         groups = -(-rows.shape[0] // _ROWS_IN_ORDER)
         padding = groups * _ROWS_IN_ORDER - rows.shape[0]
         rows = tf.pad(rows, [[0, padding], *[[0, 0]] * (rows.shape.rank - 1)])
-        shape = tf.concat([[groups, _ROWS_IN_ORDER], tf.shape(rows)[1:]], axis=0)
         static = [groups, _ROWS_IN_ORDER, *rows.shape[1:]]
-        rows = tf.reduce_sum(tf.ensure_shape(tf.reshape(rows, shape), static), axis=1)
-    return rows[0] + rows[1] if rows.shape[0] == 2 else tf.reduce_sum(rows, axis=0)
+        if rows.shape.is_fully_defined():
+            rows = tf.reshape(rows, static)
+        else:
+            shape = tf.concat([[groups, _ROWS_IN_ORDER], tf.shape(rows)[1:]], axis=0)
+            rows = tf.ensure_shape(tf.reshape(rows, shape), static)
+        rows = tf.reduce_sum(rows, axis=1)
+    return tf.reduce_sum(rows, axis=0, keepdims=keepdims)
 
 
 def add_in_order(rows: np.ndarray, total: np.ndarray) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.buckets import fill_buckets
+from tfdist.strategies.collectives.finite_sums import all_true
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import Gradient, Transport
 from tfdist.strategies.compression import PowerSGD
@@ -86,7 +87,7 @@ class PowerSGDGroup:
                 factors[i] = new_factors[place]
                 if before:
                     before[i] = after[place]
-        return totals, [*(state for then in before for state in then), *factors], tf.reduce_all(finite)
+        return totals, [*(state for then in before for state in then), *factors], all_true(finite)
 
     def uncompressed(self, gradients, replica: int, collectives: Collectives, options: Any):
         """Returns the sums of the gradients, before the first step of the codec."""
@@ -168,7 +169,7 @@ def all_reduce_low_rank(
     own = [codec.back_project(matrix, basis) for matrix, basis in zip(matrices, bases, strict=True)]
     common, finite = _all_reduce(own, transport, options)
     totals = [codec.decode(basis, factor) for basis, factor in zip(bases, common, strict=True)]
-    finite = tf.logical_and(are_finite, finite)
+    finite = are_finite & finite
     after = list(zip(matrices, bases, own, strict=True)) if before else []
     return totals, after, common, finite
 
@@ -185,10 +186,18 @@ def _orthonormalised(codec: PowerSGD, matrices: Sequence[tf.Tensor]) -> list[tf.
         alike.setdefault(matrix.shape[0], []).append(i)
     bases: list[Any] = [None] * len(matrices)
     for places in alike.values():
-        together = codec.orthonormalise(tf.stack([matrices[i] for i in places]))
+        together = _orthonormalise(codec)(tf.stack([matrices[i] for i in places]))
+        together.set_shape([len(places), *matrices[places[0]].shape])
         for i, basis in zip(places, tf.unstack(together), strict=True):
             bases[i] = basis
     return bases
+
+
+@functools.cache
+def _orthonormalise(codec: PowerSGD):
+    """The codec's `orthonormalise` for any number of matrices of any height, traced once: float32 [n, rows, rank]."""
+    matrices = tf.TensorSpec([None, None, codec.rank], tf.float32)
+    return tf.function(codec.orthonormalise, input_signature=[matrices], autograph=False)
 
 
 @functools.cache

@@ -36,6 +36,8 @@ class Stopwatch:
 
     def exchanged(self, collective: Callable[[tf.Tensor], Any], tensor: tf.Tensor) -> Any:
         """Runs a collective on a tensor and adds its duration to the exchange time."""
+        if not self._is_on:
+            return collective(tensor)
         begun, tensor = self._noted(tensor)
         ended, result = self._noted(collective(tensor))
         self._exchanging.append(_difference(ended, begun))
@@ -43,20 +45,20 @@ class Stopwatch:
 
     def begin(self, tensors: Any) -> Any:
         """Starts timing when a nest of tensors is computed. Returns the nest, to be used by the operations to time."""
-        now, tensors = self._noted(tensors)
-        self._begun.append(now)
+        if self._is_on:
+            now, tensors = self._noted(tensors)
+            self._begun.append(now)
         return tensors
 
     def end(self, tensors: Any) -> Any:
         """Stops timing, since the last `begin`, when a nest of tensors is computed. Returns the nest."""
-        now, tensors = self._noted(tensors)
-        self._whole.append(_difference(now, self._begun.pop()))
+        if self._is_on:
+            now, tensors = self._noted(tensors)
+            self._whole.append(_difference(now, self._begun.pop()))
         return tensors
 
     def _noted(self, tensors: Any) -> tuple[tf.Tensor, Any]:
         """Returns the time at which `tensors` are computed, in seconds since the epoch, and `tensors` after it."""
-        if not self._is_on:
-            return tf.constant(0.0, tf.float64), tensors
         leaves = tf.nest.flatten(tensors, expand_composites=True)
         with tf.device(self._apart.device), tf.control_dependencies(computed_by(self._device, leaves)):
             now = timestamp(self._apart.handle)
@@ -67,6 +69,8 @@ class Stopwatch:
     def seconds(self) -> tf.Tensor:
         """Returns the seconds spent on coding (with sums and residuals) and on the exchange, float64 [2]."""
         with tf.device("CPU:0"):
+            if not self._is_on:
+                return tf.zeros([2], tf.float64)
             exchanging = tf.add_n(self._exchanging)
             return tf.stack([tf.add_n(self._whole) - exchanging, exchanging])
 

@@ -17,8 +17,10 @@ from tfdist.strategies.compression import Codec
 NO_TIME = np.zeros([2])  # Seconds of coding and of exchange.
 
 
-def bytes_from_step(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
+def bytes_from_step(start_step: int, done: tf.Tensor, then: int, before: int) -> int | tf.Tensor:
     """Returns the bytes of a step: `then` from step `start_step` on, and `before` in earlier steps, int64 []."""
+    if start_step == 0:
+        return then
     return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
 
 

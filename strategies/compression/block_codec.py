@@ -61,7 +61,7 @@ class BlockCodec(WordCodec):
 
     def _decoded(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
         """Inverse of `_codes`: the decoded blocks."""
-        return codes * scales[:, :, tf.newaxis]
+        return codes * tf.expand_dims(scales, -1)
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
         return tf.concat([self._pack_codes(codes), to_bits(scales)], axis=1)
@@ -87,4 +87,4 @@ class Quantised(BlockCodec):
         # `tf.debugging.enable_check_numerics` would stop even though the quotient is not used.
         vanishes = absmax < _SMALLEST
         reciprocal = tf.where(vanishes, 0.0, self.largest / tf.where(vanishes, 1.0, absmax))
-        return tf.round(blocks * reciprocal[:, :, tf.newaxis]), absmax * (1 / self.largest)
+        return tf.round(blocks * tf.expand_dims(reciprocal, -1)), absmax * (1 / self.largest)

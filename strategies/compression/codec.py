@@ -16,7 +16,8 @@ ENCODED = (tf.float16, tf.bfloat16, tf.float32)
 class Codec:
     """Base class of all codecs. A codec compresses a large gradient before it travels.
 
-    Methods are deterministic, take tensors of static shape, and run eagerly, in graphs and under `jit_compile=True`.
+    Methods are deterministic and run eagerly, in graphs and under `jit_compile=True`. They take tensors of static
+    shape, of which only the number of rows may be unknown while tracing.
 
     Args:
       min_elements: Tensors with fewer elements travel uncompressed. Ignored where a function chooses the codec of each

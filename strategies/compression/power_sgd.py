@@ -86,7 +86,9 @@ class PowerSGD(Codec):
         # column of zeros, as after a gradient of zeros, would remain zeros, so it is replaced by the first Q.
         columns = matrix.shape[1]
         bits = (columns - 1).bit_length() + _REPLICA_BITS
-        return tf.matmul(matrix, _unit_columns(q, self.start(columns, 0)) * 2.0**-bits)
+        with tf.init_scope():  # Once, while tracing: a graph would draw the same numbers in each step.
+            first = self.start(columns, 0)
+        return tf.matmul(matrix, _unit_columns(q, first) * 2.0**-bits)
 
     def orthonormalise(self, p: tf.Tensor) -> tf.Tensor:
         """Makes the columns of [..., rows, rank] orthonormal by modified Gram-Schmidt. Dependent columns become zeros.
@@ -124,8 +126,8 @@ class PowerSGD(Codec):
         if self.rank > _UNROLLED_RANK:
             return matrix - self.decode(p, q)
         # Once compiled, this is one pass over the matrix.
-        p, q = p * _headroom(p), tf.transpose(q)
-        return matrix - tf.add_n([p[:, i : i + 1] * q[i : i + 1] for i in range(self.rank)])
+        p, q = tf.split(p * _headroom(p), self.rank, axis=1), tf.split(tf.transpose(q), self.rank)
+        return matrix - tf.add_n([column * row for column, row in zip(p, q, strict=True)])
 
     def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         values = as_float32(values, "PowerSGD")

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.codec_group import encode, sum_encoded
+from tfdist.strategies.collectives.finite_sums import decoded_are_finite
 from tfdist.strategies.collectives.ordered_sums import sum_in_order
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.compression import WordCodec
@@ -61,7 +62,7 @@ class PartCodecGroup:
         """Returns this replica's parts of the sums, the new codec states, and whether these parts are finite."""
         across, within = watch.timed(collectives.across_workers(replica)), collectives.within_worker(replica)
         within = None if within is None else watch.timed(within)
-        sums, kept, finite = [], [], []
+        sums, kept, decoded = [], [], []
         members = [tf.cast(gradient, tf.float32) for gradient in gradients]
         kinds = self.codec.states
         for i, joined in enumerate(self._buckets.join_tensors(members)):
@@ -70,17 +71,17 @@ class PartCodecGroup:
                 rows = sum_in_order(within.all_to_all(tf.reshape(rows, [within.ranks, -1]), options))
             rows = tf.reshape(rows, [across.ranks, columns])
             words, new = encode(self.codec, rows, tuple(states[i * kinds : (i + 1) * kinds]))
-            total, is_finite = sum_encoded(self.codec, across.all_to_all(words, options), columns)
+            summed = sum_encoded(self.codec, across.all_to_all(words, options), columns)
             if not self.codec.keeps_zeros:  # Copied values in the padding must leave no residual.
                 mask = self._own_rows(self._buckets.mask(i), replica, collectives)
                 new = tuple(state * mask for state in new)
-            total, new = watch.end([tf.reshape(total, [-1]), list(new)])
+            total, new = watch.end([tf.reshape(summed.total, [-1]), list(new)])
             sums.append(total)
             kept += new
-            finite.append(is_finite)
+            decoded.append(summed)
         parts = self._buckets.separate_parts(sums, 0)
         parts = [tf.cast(part, gradient.dtype) for part, gradient in zip(parts, gradients, strict=True)]
-        return parts, kept, tf.reduce_all(finite)
+        return parts, kept, decoded_are_finite(self.codec, decoded)
 
     def uncompressed(self, gradients, replica: int, collectives: Collectives, options: Any):
         """Returns this replica's parts of the sums, before the first step of the codec."""

@@ -1,0 +1,58 @@
+"""The graph of a step hardly grows with the number of workers. No graph runs here, so no worker starts."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
+
+from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.encoded_reducer import EncodedReducer
+from tfdist.strategies.collectives.exchange_inboxes import ExchangeInboxes
+from tfdist.strategies.collectives.peer_exchange import PeerExchange
+from tfdist.strategies.compression import from_name
+
+# A network with three dense layers: the large weights are encoded, the rest travels raw.
+SHAPES = ([256, 640], [640], [640, 640], [640], [640, 10], [10])
+ENCODED = (0, 2)
+
+
+class Unconnected(PeerExchange):
+    """The exchanges of one of several workers in a graph that never runs, without connections and threads."""
+
+    def __init__(self, workers):
+        self._names, self._members = range(workers), {}
+        self._inboxes = ExchangeInboxes(0, lambda labels, key, rows: key)
+
+
+@functools.cache
+def nodes(codec, workers):
+    """Returns the number of operations of a step on workers with one CPU each, with those of its functions."""
+    options = tf.distribute.experimental.CommunicationOptions()
+    collectives = Collectives(["/job:localhost/replica:0/task:0/device:CPU:0"], workers, options, CollectiveKeys(1))
+    collectives.use(Unconnected(workers))
+    codecs = [codec and from_name(codec) if i in ENCODED else None for i in range(len(SHAPES))]
+    reducer = EncodedReducer([tf.zeros(shape) for shape in SHAPES], codecs, collectives, seed=0)
+    assert reducer.encodes == (codec is not None)
+
+    @tf.function(autograph=False)
+    def step(rows, *weights):
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            for matrix, bias in zip(weights[::2], weights[1::2], strict=True):
+                rows = tf.nn.relu(rows @ matrix + bias)
+            loss = tf.reduce_sum(rows)
+        sums = reducer(0, tape.gradient(loss, weights), np.int64(0))
+        return [weight - 0.1 * total for weight, total in zip(weights, sums, strict=True)]
+
+    rows = tf.TensorSpec([None, SHAPES[0][0]])
+    graph = step.get_concrete_function(rows, *map(tf.TensorSpec, SHAPES)).graph.as_graph_def()
+    return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
+
+
+@pytest.mark.parametrize("workers", [3, 16])
+@pytest.mark.parametrize("codec", [None, "int8", "powersgd"])
+def test_the_graph_of_a_step_hardly_grows_with_the_number_of_workers(codec, workers):
+    with_two = nodes(codec, 2)
+    assert abs(nodes(codec, workers) - with_two) <= 0.1 * with_two
