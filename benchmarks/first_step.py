@@ -107,7 +107,11 @@ def threads_of_process() -> int:
 
 
 def _results_of(workers: int, codec: str) -> tuple[float, ...]:
-    repeats = [_medians(_once(workers, codec)) for _ in range(FLAGS.repeats)]
+    repeats = []
+    for _ in range(FLAGS.repeats):
+        repeats.append(_medians(_once(workers, codec)))
+        described = zip(_COLUMNS, repeats[-1], strict=True)
+        print(f"{workers} workers, {codec}:", *(f"{name} {value:.4g}" for name, value in described), flush=True)
     return _medians(repeats)
 
 
