@@ -22,8 +22,8 @@ from tfdist.errors import TFConfigError
 from tfdist.events.event_file import ASKED, read_events, read_header
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, SAVE, START, TRACING
 from tfdist.launch import WorkerExit, supervisor
+from tfdist.launch.late_workers import LateWorkers
 from tfdist.launch.stopped_workers import StoppedWorkers
-from tfdist.launch.supervisor import LateWorkers
 from tfdist.report.goodput import AGAIN, LOST, REST, RESTART, UNRECORDED
 from tfdist.report.goodput_table import account_of
 from tfdist.report.recorded_run import read_run

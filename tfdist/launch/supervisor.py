@@ -3,13 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
@@ -19,8 +17,8 @@ from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
-from tfdist.launch.absences import Absence
 from tfdist.launch.attempt_watch import AttemptWatch
+from tfdist.launch.attempts import Attempt, Attempts
 from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, locks_in, remove
 from tfdist.launch.first_failure import (
     Failure,
@@ -32,6 +30,7 @@ from tfdist.launch.first_failure import (
     with_step,
 )
 from tfdist.launch.gpu_discovery import VISIBLE_DEVICES
+from tfdist.launch.late_workers import LateWorkers
 from tfdist.launch.lone_restarts import LoneRestarts
 from tfdist.launch.lost_workers import LostWorkers
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
@@ -39,7 +38,7 @@ from tfdist.launch.run_summary import details_of, named, outcome_line
 from tfdist.launch.run_terminal import RunTerminal
 from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
 from tfdist.launch.survivor_events import ask_for_events
-from tfdist.launch.worker_group import WorkerExit, WorkerGroup
+from tfdist.launch.worker_group import WorkerGroup
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
 from tfdist.readable_numbers import counted
 from tfdist.run_files import ATTEMPT, RUN_DIR, RunFiles
@@ -49,7 +48,6 @@ _FAILURE_GRACE_SECONDS = 2.0
 _CAUSE_SECONDS = 1.5
 _PORT_SECONDS, _FIRST_PORT_SECONDS = 10.0, 3.0  # Workers of the previous attempt may exit slowly.
 _POLL_SECONDS, _LOOK_SECONDS = 0.05, 0.2
-_ALONE_SECONDS, _ALONE_AGAIN_SECONDS = 10.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,62 +77,6 @@ class SupervisorOptions:
     visible_gpus: Sequence[str] | None = None
     tee: bool = False
     quiet: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """One start of all workers by `tfdist run`, with its result.
-
-    Attributes:
-      number: Number of earlier attempts.
-      workers: Number of workers started here.
-      time: Start of the attempt, in seconds since the epoch.
-      seconds: Duration of the attempt.
-      outcome: "done", "failed" or "stopped" (by a signal). Or the job has saved: "preempted" (to be started again) or
-        "resized" (to continue with more workers).
-      exit_code: Exit code of the attempt, as a shell shows it.
-      committed: Step of the newest commit, None before the first commit.
-      progressed: Whether the attempt made a commit.
-      again: Whether the attempt repeated steps that an earlier attempt had committed.
-      failure: First failure of a failed attempt.
-      ended: Workers that still ran when another worker failed, and that the supervisor then ended.
-      absences: In a job that goes on without lost workers, the time without each of these workers.
-    """
-
-    number: int
-    workers: int
-    time: float
-    seconds: float
-    outcome: str
-    exit_code: int
-    committed: int | None
-    progressed: bool
-    again: bool
-    failure: Failure | None = None
-    ended: tuple[int, ...] = ()
-    absences: tuple[Absence, ...] = ()
-
-    def describe(self, *, reason: bool = True) -> str:
-        """Describes the attempt in one line, with or without the reason of a failure."""
-        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
-        committed = "" if self.committed is None else f", newest backup step-{self.committed}"
-        why = f": {self.failure.describe()}" if self.failure and reason else ""
-        return f"attempt {self.number}: {workers}, {self.seconds:.1f} s{committed}, {self.outcome}{why}"
-
-
-class LateWorkers:
-    """Reports workers that still run after other workers ended: after 10 s, and then every minute."""
-
-    def __init__(self) -> None:
-        self._due: float | None = None
-
-    def tell(self, exits: Sequence[WorkerExit], running: Sequence[int], now: float) -> str | None:
-        """Returns the warning about still running workers that is due at `now`, in seconds since the epoch, or None."""
-        if not exits or not running or now < (self._due or exits[-1].time + _ALONE_SECONDS):
-            return None
-        self._due = now + _ALONE_AGAIN_SECONDS
-        ended = named([each.index for each in exits])
-        return f"{ended} ended with exit code {exits[-1].returncode}; still running: {named(running)}"
 
 
 class Supervisor:
@@ -169,7 +111,7 @@ class Supervisor:
         self._terminal = terminal or RunTerminal()
         self._restarts = Restarts(options.max_restarts, options.restart_window_seconds)
         self._size = Size(options.workers, options.min_workers, options.regrow_seconds)
-        self._attempts: list[Attempt] = []
+        self._attempts = Attempts(self._files)
         self._commits = Commits()
         # Workers of several hosts need one secret that the user gives to all hosts.
         self._secret = {} if spec or secret_is_given() else {SECRET: new_secret()}
@@ -191,16 +133,16 @@ class Supervisor:
           ClusterError: If a worker cannot be ended.
         """
         while True:
-            attempt = self._run_attempt(len(self._attempts))
+            attempt = self._run_attempt(len(self._attempts.ended))
             self._release_ports()
-            self._attempts.append(attempt)
+            self._attempts.ended.append(attempt)
             size = self._size.current
             pause = self._pause_after(attempt)
             if pause is None:
                 return self._finish(attempt.exit_code)
             self._tell_restart(attempt, pause, is_smaller=self._size.current < size)
-            self._write_attempts("running", None)
-            self._write_failures("running", None)
+            self._attempts.write("running", None)
+            self._attempts.write_failures("running", None)
             _sleep(pause, until=lambda: bool(self._caught))
             if self._caught:
                 return self._finish(PREEMPTED if attempt.outcome != "failed" else 128 + self._caught[0])
@@ -209,7 +151,7 @@ class Supervisor:
         """Makes one attempt: starts the workers, waits for their end and returns the result."""
         directory, workers, start = self._files.attempt(number), self._size.current, time.time()
         running = {"number": number, "workers": workers, "time": start}
-        self._write_attempts("running", None, running)
+        self._attempts.write("running", None, running)
         self._commits.see(self._files.committed)
         self._remove_cache_locks(start)
         commits = self._commits = Commits(self._commits)
@@ -258,9 +200,9 @@ class Supervisor:
         lone = LoneRestarts(
             *(group, self._files, number),
             LostWorkers(self._options.max_restarts, self._options.restart_window_seconds),
-            lambda absences: self._write_attempts("running", None, running, absences),
+            lambda absences: self._attempts.write("running", None, running, absences),
         )
-        run_start = self._attempts[0].time if self._attempts else start
+        run_start = self._attempts.ended[0].time if self._attempts.ended else start
         try:
             with self._terminal.watching(AttemptWatch(self._files, number, group, run_start)):
                 return self._watch(group, number, start, commits, lone, ended)
@@ -343,7 +285,7 @@ class Supervisor:
 
     def _remove_cache_locks(self, attempt_start: float) -> list[pathlib.Path]:
         """Removes lock files of data caches from earlier attempts, in folders where such a lock caused a failure."""
-        run_start = self._attempts[0].time if self._attempts else attempt_start
+        run_start = self._attempts.ended[0].time if self._attempts.ended else attempt_start
         return [
             lock
             for folder in self._cache_folders
@@ -391,7 +333,7 @@ class Supervisor:
         group.stop(asks, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
         codes = {each.returncode for each in group.exits}
         chief = next((each.returncode for each in group.exits if each.index == 0), None)
-        if chief is not None and self._files.members(len(self._attempts)) is not None:
+        if chief is not None and self._files.members(len(self._attempts.ended)) is not None:
             codes = {chief}  # The others need not save.
         if codes <= {0}:  # All workers finished, so no restart is needed.
             return 0
@@ -439,7 +381,7 @@ class Supervisor:
     def _specs(self, workers: int) -> list[ClusterSpec]:
         """Returns the cluster spec of each worker to be started here."""
         if self._spec:
-            _wait_for_port(self._spec, _PORT_SECONDS if self._attempts else _FIRST_PORT_SECONDS)
+            _wait_for_port(self._spec, _PORT_SECONDS if self._attempts.ended else _FIRST_PORT_SECONDS)
             return [self._spec]
         self._ports = hold_ports(workers)
         return [ClusterSpec.local(workers, index, self._ports.numbers) for index in range(workers)]
@@ -461,7 +403,7 @@ class Supervisor:
         return {} if gpus is None else {VISIBLE_DEVICES: gpus[slot]}
 
     def _tell_start(self, workers: int, directory: pathlib.Path) -> None:
-        what = f"{workers} worker{'s' if workers > 1 else ''} on this machine"
+        what = f"{counted(workers, 'worker')} on this machine"
         if self._spec:
             what = self._spec.describe()
         slots = [self._spec.slot] if self._spec else self._size.slots
@@ -492,20 +434,20 @@ class Supervisor:
 
     def _finish(self, exit_code: int) -> int:
         """Logs a summary of the run that ends with the reason of a failure. Returns the exit code."""
-        last = self._attempts[-1]
+        last = self._attempts.ended[-1]
         if last.outcome == "done":
             backup_cleanup.remove(self._run_dir)
         outcome = "stopped" if self._caught and last.outcome != "done" else last.outcome
-        self._write_attempts(outcome, exit_code)
-        self._write_failures(outcome, exit_code)
+        self._attempts.write(outcome, exit_code)
+        self._attempts.write_failures(outcome, exit_code)
         if last.failure:
             self._tell_details(last.failure)
-        if len(self._attempts) > 1:
-            for attempt in self._attempts:
+        if len(self._attempts.ended) > 1:
+            for attempt in self._attempts.ended:
                 logging.info("%s", attempt.describe(reason=attempt is not last))
-        seconds = time.time() - self._attempts[0].time
-        line = outcome_line(outcome, exit_code, seconds, len(self._attempts))
-        files = "logs and failure.json" if any(attempt.failure for attempt in self._attempts) else "logs"
+        seconds = time.time() - self._attempts.ended[0].time
+        line = outcome_line(outcome, exit_code, seconds, len(self._attempts.ended))
+        files = "logs and failure.json" if any(attempt.failure for attempt in self._attempts.ended) else "logs"
         why = f"; {last.failure.describe()}{self._why_not_again(last)}" if last.failure else ""
         level = logging.WARNING if self._options.quiet else logging.INFO  # `--quiet` shows no lower levels.
         logging.log(level, "%s; %s in %s%s", line, files, self._run_dir, why)
@@ -531,40 +473,9 @@ class Supervisor:
             return ""
         if not self._has_backup(last):
             return ". A restart would read the same data again, and there is no backup to continue from."
-        before = self._attempts[-2].failure if len(self._attempts) > 1 else None
+        before = self._attempts.ended[-2].failure if len(self._attempts.ended) > 1 else None
         is_same = before is not None and before.place == failure.place
         return ". A restart read the same data again and failed again." if is_same else ""
-
-    def _write_attempts(
-        self,
-        outcome: str,
-        exit_code: int | None,
-        running: Mapping[str, Any] | None = None,
-        absences: Sequence[Absence] = (),
-    ) -> None:
-        """Writes `run.json`, with all attempts; `running` describes the one that runs, with its `absences`."""
-        attempts = [dataclasses.asdict(attempt) for attempt in self._attempts]
-        if running:
-            told = [dataclasses.asdict(absence) for absence in absences]
-            attempts.append({**running, "outcome": "running", "absences": told})
-        try:
-            text = json.dumps({"outcome": outcome, "run_exit_code": exit_code, "attempts": attempts}, indent=1)
-            write_whole(self._files.outcome, text)
-        except OSError as error:
-            logging.error("run.json could not be written: %s", error)  # The job continues.
-
-    def _write_failures(self, outcome: str, exit_code: int | None) -> None:
-        """Writes `failure.json` after a failure, with the failure of the last failed attempt and all attempts."""
-        failures = [attempt.failure for attempt in self._attempts if attempt.failure]
-        if not failures:
-            return
-        run = {"outcome": outcome, "run_exit_code": exit_code}
-        attempts = [dataclasses.asdict(attempt) for attempt in self._attempts]
-        try:
-            text = json.dumps({**run, **dataclasses.asdict(failures[-1]), "attempts": attempts}, indent=1)
-            write_whole(self._files.summary, text)
-        except OSError as error:
-            logging.error("failure.json could not be written: %s", error)  # The job continues.
 
 
 def _wait_for_port(spec: ClusterSpec, seconds: float) -> None:
