@@ -383,7 +383,7 @@ def test_tensorflow_sees_the_cluster_and_the_devices():
 def test_virtual_devices_may_be_requested_again_but_not_changed():
     ((names, message),) = run_workers(virtual_devices_twice, 1)
     assert names == ["CPU:0", "CPU:1", "CPU:2"]
-    assert "already runs" in message and "3 CPU device(s)" in message
+    assert "already runs" in message and "3 CPU devices." in message
 
 
 def test_importing_does_not_load_tensorflow():

@@ -5,7 +5,6 @@ import pathlib
 import resource
 
 from tfdist.launch.memory_limit import free_memory
-from tfdist.readable_numbers import counted
 
 _FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # Log, pipe ends, a held port. Own files of this process.
 _PROCESSES_A_WORKER = 2  # The threads of each process count as well.
@@ -49,11 +48,10 @@ def refusal(workers: int, limits: WorkerLimits) -> str | None:
         (limits.memory // _BYTES_A_WORKER, f"{limits.memory >> 20} MiB of memory are free"),
         (_PORTS, "each needs its own TCP port"),
     )
-    return (
-        f"this machine can start at most {counted(max(most, 0), 'worker')}, got {_shown(workers)}: {why}"
-        if workers > most
-        else None
-    )
+    if workers <= most:
+        return None
+    noun = "worker" if most == 1 else "workers"
+    return f"this machine can start at most {max(most, 0)} {noun}, got {_shown(workers)}: {why}"
 
 
 def _soft_limit(which: int) -> int:
