@@ -186,18 +186,10 @@ def _orthonormalised(codec: PowerSGD, matrices: Sequence[tf.Tensor]) -> list[tf.
         alike.setdefault(matrix.shape[0], []).append(i)
     bases: list[Any] = [None] * len(matrices)
     for places in alike.values():
-        together = _orthonormalise(codec)(tf.stack([matrices[i] for i in places]))
-        together.set_shape([len(places), *matrices[places[0]].shape])
+        together = codec.orthonormalise(tf.stack([matrices[i] for i in places]))
         for i, basis in zip(places, tf.unstack(together), strict=True):
             bases[i] = basis
     return bases
-
-
-@functools.cache
-def _orthonormalise(codec: PowerSGD):
-    """The codec's `orthonormalise` for any number of matrices of any height, traced once: float32 [n, rows, rank]."""
-    matrices = tf.TensorSpec([None, None, codec.rank], tf.float32)
-    return tf.function(codec.orthonormalise, input_signature=[matrices], autograph=False)
 
 
 @functools.cache
