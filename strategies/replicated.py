@@ -72,7 +72,7 @@ class ReplicatedStrategy:
         fit = keras_stack.beginning_fit()
         if fit is not None:
             if self.extended.local_training is not None:
-                self.extended.local_training.check_model(model, optimizers.optimizers_of(model))
+                self.extended.local_training.check_model(model)
             self._begin_fit(model, fit)
         scope = keras_steps.building(model, super().scope())
         return keras_calls.building(self.reports.activity, model, scope, begins_fit=fit is not None)

@@ -249,11 +249,28 @@ def test_more_fragments_than_weights_are_refused_before_training(pools):
     training, model = LocalTraining(too_many, OfTwoWorkers()), checks.compiled()
     for _ in ("by the weights of the model", "by those of its optimizer"):
         with pytest.raises(ValueError, match=words):
-            training.check_model(model, [model.optimizer])
+            training.check_model(model)
         model.optimizer.build(model.trainable_variables)
-    LocalTraining(STREAMING, OfTwoWorkers()).check_model(model, [model.optimizer])
+    LocalTraining(STREAMING, OfTwoWorkers()).check_model(model)
     refusal, has_begun = pools("1x2").run(checks.refusal_of_fit, "1x2", too_many)[0]
     assert re.search(words, refusal) and not has_begun
+
+
+def test_a_compiled_model_inside_another_may_have_fewer_weights_than_fragments():
+    inner = keras.Sequential([keras.Input([8]), keras.layers.Dense(4)])
+    outer = keras.Sequential([keras.Input([8]), inner, keras.layers.Dense(4), keras.layers.Dense(4)])
+    for model in (inner, outer):
+        model.compile("adam", "mse")
+    inner.optimizer.build(inner.trainable_variables)
+    training = LocalTraining(tfdist.DiLoCo(every=9, fragments=6), OfTwoWorkers())
+    training.check_model(outer)
+    outer.optimizer.build(outer.trainable_variables)
+    training.check_model(outer)
+    with pytest.raises(ValueError, match="got fragments=6 and 2 weights"):
+        training.check_model(inner)
+    too_many = LocalTraining(tfdist.DiLoCo(every=9, fragments=7), OfTwoWorkers())
+    with pytest.raises(ValueError, match="got fragments=7 and 6 weights"):
+        too_many.check_model(outer)
 
 
 @pytest.mark.unit

@@ -74,20 +74,23 @@ class LocalTraining:
             trained.include(_keras_variables(optimizer, keras_internals.trained_variables(optimizer)))
         return trained
 
-    def check_model(self, model: keras.Model, optimizers: Sequence[Any]) -> None:
+    def check_model(self, model: keras.Model) -> None:
         """Checks before the first step of a model that its weights suffice for all fragments, if they are known.
 
+        Only the optimizer that the model was compiled with counts. Optimizers of models inside it may train nothing in
+        this `fit`. `TrainedWeights.include` checks each optimizer that trains.
+
         Raises:
-          ValueError: If there are more fragments than weights of an optimizer.
+          ValueError: If there are more fragments than weights of the optimizer.
         """
-        if id(model) in self._trained:  # Then only new weights need a fragment.
+        optimizer = getattr(model, "optimizer", None)
+        if id(model) in self._trained or not isinstance(optimizer, keras.optimizers.Optimizer):
             return
-        for optimizer in optimizers:
-            weights = keras_internals.trained_variables(optimizer)
-            if not weights and model.built and len(optimizers) == 1:
-                weights = model.trainable_variables  # Keras builds the optimizer for these.
-            if weights:
-                check_suffice(len(weights), getattr(self.synchronization, "fragments", 1))
+        weights = keras_internals.trained_variables(optimizer)
+        if not weights and model.built:
+            weights = model.trainable_variables  # Keras builds the optimizer for these.
+        if weights:
+            check_suffice(len(weights), getattr(self.synchronization, "fragments", 1))
 
     def has_trained(self, model: keras.Model) -> bool:
         """Whether replicas may have different weights of a model, since they have trained it."""
