@@ -253,7 +253,7 @@ NO_STEP = {
     "ports": (lambda: ClusterSpec.from_slurm(slurm(0, "node", "65")), ["64 ports", "node has 65", "--base-port"]),
     "port": (lambda: ClusterSpec.from_slurm(slurm(0), base_port=65535), ["65535", "got 65536"]),
     "no mpirun": (lambda: ClusterSpec.from_mpi(["a"], {}), ["OMPI_COMM_WORLD_SIZE", "`mpirun`"]),
-    "too few hosts": (lambda: mpi(0, 4), ["OMPI_COMM_WORLD_SIZE=4", "a:2,b", "have 3"]),
+    "too few hosts": (lambda: mpi(0, 4), ["OMPI_COMM_WORLD_SIZE=4", "room for 3 processes on a:2,b."]),
     "no hosts": (lambda: mpi(0, 2, ["a:x"]), ["'a:x'", "node1:4"]),
     "no rank": (lambda: mpi("x", 3), ["OMPI_COMM_WORLD_RANK", "from 0 to 2", "'x'"]),
 }

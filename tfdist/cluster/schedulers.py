@@ -6,6 +6,7 @@ from typing import Any
 
 from tfdist.cluster.address import checked_port, is_digits
 from tfdist.errors import TFConfigError
+from tfdist.readable_numbers import counted
 
 BASE_PORT = 12345
 """The default port of the first worker on each machine."""
@@ -109,8 +110,8 @@ def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[i
         expanded += [name] * int(count or 1)
     if _as_number(environ[size]) != len(expanded):
         raise TFConfigError(
-            f"MPI has set {size}={environ[size]}, but the hosts {','.join(hosts)} have "
-            f"{len(expanded)}. Give the hosts of `mpirun -H` in the same order."
+            f"MPI has set {size}={environ[size]}, but there is room for {counted(len(expanded), 'process')} on "
+            f"{','.join(hosts)}. Give the hosts of `mpirun -H` in the same order."
         )
     return _rank(MPI_RANKS[size], environ, len(expanded)), expanded
 
