@@ -211,14 +211,19 @@ def test_the_last_lines_of_a_worker_have_the_last_state_of_a_progress_bar():
 
 def without_reader(*command):
     """Runs a Python program whose standard output nobody reads. Returns its exit code and its standard error."""
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    options = {"stderr": subprocess.PIPE, "env": buffered, "text": True, "timeout": DEADLINE_SECONDS}
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run([sys.executable, *command], stdout=writer, **options)
+        return printing_to(writer, *command)
     finally:
         os.close(writer)
+
+
+def printing_to(output, *command):
+    """Runs a Python program with a buffered standard output. Returns its exit code and its standard error."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    options = {"stderr": subprocess.PIPE, "env": buffered, "text": True, "timeout": DEADLINE_SECONDS}
+    done = subprocess.run([sys.executable, *command], stdout=output, **options)
     return done.returncode, done.stderr
 
 
@@ -242,6 +247,26 @@ def test_output_that_nobody_reads_is_dropped(name):
     command, code = UNREAD[name]
     imports = "import sys, rich.console; from tfdist.launch.closed_pipe import run_while_read"
     assert without_reader("-c", f"{imports}; sys.exit(run_while_read(lambda: {command}))") == (code, "")
+
+
+# Endings of a program, with its exit code and its standard error, if standard output is on a full disk.
+ON_A_FULL_DISK = {
+    "a text": ("print('text') or 3", 120, ["returned 3", "OSError: [Errno 28]"]),
+    "no text": ("3", 3, ["returned 3"]),
+    "closed": ("sys.stdout.close() or 3", 3, ["returned 3"]),
+    "none": ("setattr(sys, 'stdout', None) or 3", 3, ["returned 3"]),
+}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("name", ON_A_FULL_DISK)
+def test_output_that_cannot_be_written_does_not_replace_the_result(name):
+    command, code, words = ON_A_FULL_DISK[name]
+    imports = "import sys; from tfdist.launch.closed_pipe import run_while_read"
+    ending = "print('returned', code, file=sys.stderr); sys.exit(code)"
+    with open("/dev/full", "w") as full:
+        ended, err = printing_to(full, "-c", f"{imports}; code = run_while_read(lambda: {command}); {ending}")
+    assert ended == code and all(word in err for word in words) and "Traceback" not in err
 
 
 def test_a_closed_pipe_beside_standard_output_is_an_error():

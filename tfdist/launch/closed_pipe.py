@@ -42,11 +42,18 @@ def _is_unread() -> bool:
 
 
 def _flush_or_drop() -> None:
-    """Prints the buffered text. Drops it if nobody reads it: Python would print an error at its end."""
+    """Prints the buffered text. Drops it if nobody reads it: Python would print an error at its end.
+
+    Raises no other error either, since that would replace the result of the command. Python flushes the text again at
+    its end, and reports an error such as a full disk, with exit code 120.
+    """
+    if sys.stdout is None or getattr(sys.stdout, "closed", False):
+        return
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+    except OSError:
+        return
