@@ -161,8 +161,8 @@ class BatchAssignment:
             if silent >= _LOOKS:
                 raise PositionError(
                     "A BalancedSharding assigns further steps only after reports of trained steps. It assigned "
-                    f"{counted(number, 'step')}, of which {self._trained} were reported, then {self._unlike} with "
-                    f"other rows, the last with {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. "
+                    f"{counted(number, 'step')} and got reports of {self._trained}, then of {self._unlike} with other "
+                    f"rows, the last with {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. "
                     "Train on the batches without changing their rows."
                 )
 

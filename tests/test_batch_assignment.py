@@ -195,7 +195,7 @@ def test_a_reader_waits_with_a_deadline_except_during_callbacks_and_validation(m
     for _ in range(LEAD):
         next(steps)
         assert not handout.has_trained(np.array([4, 6]))
-    with pytest.raises(PositionError, match=rf"{LEAD} steps, of which 0 were reported, then {LEAD} .* \(4, 6\)"):
+    with pytest.raises(PositionError, match=rf"{LEAD} steps and got reports of 0, then of {LEAD} .* \(4, 6\)"):
         next(steps)
     assert len(looks) >= len(other)
 

@@ -121,18 +121,18 @@ def test_each_slot_gets_its_own_gpus_in_order():
 @pytest.mark.parametrize(
     ("gpus", "workers", "each", "words"),
     [
-        (found("0", "1"), 3, 1, ["3 workers on this machine with 1 GPU each need 3 GPUs", "Start at most 2 workers"]),
+        (found("0", "1"), 3, 1, ["This machine needs 3 GPUs for 3 workers, but", "Start at most 2 workers"]),
         (
             found("0", "1", "2"),
             2,
             2,
-            ["need 4 GPUs, but the list has them", "most 1 worker here, give --gpus-per-worker 1, or"],
+            ["needs 4 GPUs for 2 workers, but the list has them", "most 1 worker here, give --gpus-per-worker 1, or"],
         ),
         (
             found(),
             1,
             1,
-            ["1 worker on this machine with 1 GPU each need 1 GPU,", "them. Give --gpus-per-worker 0 to train"],
+            ["needs 1 GPU for 1 worker,", "them. Give --gpus-per-worker 0 to train"],
         ),
         (found("0", is_by_user=True), 2, 1, ["name more GPUs in CUDA_VISIBLE_DEVICES", "here"]),
     ],
@@ -220,7 +220,7 @@ def test_more_workers_than_gpus_are_refused_before_any_starts(run, monkeypatch):
     env = without_visible_devices(run, monkeypatch)
     code, out, err = run.finish("--workers", 3, "--gpus-per-worker", 1, run.script(PRINT), env=env)
     assert code == 2 and out == "" and run.log_dirs() == []
-    assert "--gpus-per-worker: 3 workers on this machine with 1 GPU each need 3 GPUs, but `nvidia-smi" in err
+    assert "--gpus-per-worker: This machine needs 3 GPUs for 3 workers, but `nvidia-smi" in err
     assert "lists 2 GPUs. Start at most 2 workers here, or give --gpus-per-worker 0" in err and "Traceback" not in err
 
 

@@ -70,6 +70,6 @@ def _too_few(found: FoundGpus, workers: int, gpus_per_worker: int, is_by_schedul
     *others, last = [*remedies, "give --gpus-per-worker 0 to train on CPUs"]
     advice = f"{', '.join(others)}, or {last}" if others else last
     return (
-        f"{counted(workers, 'worker')} on this machine with {counted(gpus_per_worker, 'GPU')} each need "
-        f"{counted(workers * gpus_per_worker, 'GPU')}, but {found.source}. {advice[0].upper()}{advice[1:]}."
+        f"This machine needs {counted(workers * gpus_per_worker, 'GPU')} for {counted(workers, 'worker')}, but "
+        f"{found.source}. {advice[0].upper()}{advice[1:]}."
     )
