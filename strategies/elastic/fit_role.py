@@ -1,4 +1,7 @@
-"""The role of a worker in a `fit` without lost workers: the interface that worker 0 and the members implement."""
+"""The part that a worker takes in a `fit` that goes on when workers are lost.
+
+Worker 0 and the members implement this interface.
+"""
 
 import abc
 import contextlib

@@ -1,4 +1,7 @@
-"""The role of any other worker in a `fit`: joins, sends its weights and logs to worker 0 and takes its answers."""
+"""The part of a member, each worker except worker 0, in a `fit` that goes on when workers are lost.
+
+A member joins, sends its weights and logs to worker 0, and takes its answers.
+"""
 
 import dataclasses
 import sys
