@@ -5,6 +5,7 @@ import pathlib
 import resource
 
 from tfdist.launch.memory_limit import free_memory
+from tfdist.readable_numbers import plural
 
 _FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # Log, pipe ends, a held port. Own files of this process.
 _PROCESSES_A_WORKER = 2  # The threads of each process count as well.
@@ -50,7 +51,8 @@ def refusal(workers: int, limits: WorkerLimits) -> str | None:
     )
     if workers <= most:
         return None
-    noun = "worker" if most == 1 else "workers"
+    # Not `counted`: both numbers are shown as they are typed, without commas.
+    noun = "worker" if most == 1 else plural("worker")
     return f"this machine can start at most {max(most, 0)} {noun}, got {_shown(workers)}: {why}"
 
 
