@@ -69,6 +69,19 @@ class Attempts:
         self._files = files
         self.ended: list[Attempt] = []
 
+    @property
+    def last(self) -> Attempt:
+        """The last ended attempt."""
+        return self.ended[-1]
+
+    def add(self, attempt: Attempt) -> None:
+        """Adds an attempt that has ended."""
+        self.ended.append(attempt)
+
+    def run_start(self, attempt_start: float) -> float:
+        """Returns the start of the run, if the present attempt started at `attempt_start`."""
+        return self.ended[0].time if self.ended else attempt_start
+
     def write(
         self,
         outcome: str,
@@ -77,7 +90,7 @@ class Attempts:
         absences: Sequence[Absence] = (),
     ) -> None:
         """Writes `run.json`, with all attempts; `running` describes the one that runs, with its `absences`."""
-        attempts = [dataclasses.asdict(attempt) for attempt in self.ended]
+        attempts = self._described()
         if running:
             told = [dataclasses.asdict(absence) for absence in absences]
             attempts.append({**running, "outcome": "running", "absences": told})
@@ -93,9 +106,11 @@ class Attempts:
         if not failures:
             return
         run = {"outcome": outcome, "run_exit_code": exit_code}
-        attempts = [dataclasses.asdict(attempt) for attempt in self.ended]
         try:
-            text = json.dumps({**run, **dataclasses.asdict(failures[-1]), "attempts": attempts}, indent=1)
+            text = json.dumps({**run, **dataclasses.asdict(failures[-1]), "attempts": self._described()}, indent=1)
             write_whole(self._files.summary, text)
         except OSError as error:
             logging.error("failure.json could not be written: %s", error)  # The job continues.
+
+    def _described(self) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(attempt) for attempt in self.ended]

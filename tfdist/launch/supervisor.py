@@ -135,7 +135,7 @@ class Supervisor:
         while True:
             attempt = self._run_attempt(len(self._attempts.ended))
             self._release_ports()
-            self._attempts.ended.append(attempt)
+            self._attempts.add(attempt)
             size = self._size.current
             pause = self._pause_after(attempt)
             if pause is None:
@@ -202,7 +202,7 @@ class Supervisor:
             LostWorkers(self._options.max_restarts, self._options.restart_window_seconds),
             lambda absences: self._attempts.write("running", None, running, absences),
         )
-        run_start = self._attempts.ended[0].time if self._attempts.ended else start
+        run_start = self._attempts.run_start(start)
         try:
             with self._terminal.watching(AttemptWatch(self._files, number, group, run_start)):
                 return self._watch(group, number, start, commits, lone, ended)
@@ -285,7 +285,7 @@ class Supervisor:
 
     def _remove_cache_locks(self, attempt_start: float) -> list[pathlib.Path]:
         """Removes lock files of data caches from earlier attempts, in folders where such a lock caused a failure."""
-        run_start = self._attempts.ended[0].time if self._attempts.ended else attempt_start
+        run_start = self._attempts.run_start(attempt_start)
         return [
             lock
             for folder in self._cache_folders
@@ -434,7 +434,7 @@ class Supervisor:
 
     def _finish(self, exit_code: int) -> int:
         """Logs a summary of the run that ends with the reason of a failure. Returns the exit code."""
-        last = self._attempts.ended[-1]
+        last = self._attempts.last
         if last.outcome == "done":
             backup_cleanup.remove(self._run_dir)
         outcome = "stopped" if self._caught and last.outcome != "done" else last.outcome
@@ -445,7 +445,7 @@ class Supervisor:
         if len(self._attempts.ended) > 1:
             for attempt in self._attempts.ended:
                 logging.info("%s", attempt.describe(reason=attempt is not last))
-        seconds = time.time() - self._attempts.ended[0].time
+        seconds = time.time() - self._attempts.run_start(last.time)
         line = outcome_line(outcome, exit_code, seconds, len(self._attempts.ended))
         files = "logs and failure.json" if any(attempt.failure for attempt in self._attempts.ended) else "logs"
         why = f"; {last.failure.describe()}{self._why_not_again(last)}" if last.failure else ""
