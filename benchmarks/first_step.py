@@ -5,9 +5,9 @@
     python -m benchmarks.first_step --workers 2,16 --at_once 16 --repeats 3     # 8 jobs of 2 workers, 1 job of 16
 
 A custom loop trains a dense network of 0.7 M parameters on one host. For each number of workers and each variant the
-workers start anew. More processes share the processors and their caches, so each takes more processor time. With
-`--at_once` as many workers run for each number of workers, in several jobs at once, so that the times differ only by
-what the size of a job costs. The table shows, as medians over the workers and then over the repeats:
+workers start anew. More processes share the processors and their caches, so each takes more processor time.
+`--at_once 16` always runs 16 workers, as 8 jobs of 2 or 1 job of 16. The load of the machine is then equal, and the
+times differ only by the size of a job. The table shows, as medians over the workers and then over the repeats:
 
 - nodes: operations in the graph of a step, with those of its functions, each counted once;
 - first step: processor seconds of tracing and of the first step, in all threads of a worker;

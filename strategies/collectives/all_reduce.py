@@ -260,7 +260,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
             for tensor in tensors
         ]
         for group, members, buckets in self._laid_out(tensors, transport, options, limit_bytes):
-            joined = [join(bucket, members, multiple=_parts(bucket, members, transport)) for bucket in buckets]
+            joined = [join(bucket, members, multiple=_padded_to(bucket, members, transport)) for bucket in buckets]
             reduced = [transport.all_reduce(each, options) for each in joined]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
                 totals[i] = added_up(total, tensors[i].dtype)
@@ -282,8 +282,12 @@ class Collectives(tf_internals.CollectiveAllReduce):
             yield list(group), members, fill_buckets(members, limit, part_bytes=part)
 
 
-def _parts(bucket, members, transport):
-    """Returns the number of parts in which a transport sums a bucket. Padding in `join` takes the fewest operations."""
+def _padded_to(bucket, members, transport):
+    """Returns the number of elements of which a bucket is padded to a multiple, so that a transport can divide it.
+
+    Padding in `join` takes fewer operations than in the transport. Exchanges in two levels divide a bucket into fewer
+    parts, and send some small ones whole, so their padding is a little larger than they need.
+    """
     size = sum(segment.bytes_of(members[segment.tensor]) for segment in bucket)
     in_parts = transport.is_ordered and not is_sent_whole(size, transport.ranks)
     return transport.ranks if in_parts else 1

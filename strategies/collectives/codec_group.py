@@ -17,7 +17,7 @@ from tfdist.strategies.compression import WordCodec
 
 State = tuple[tf.Tensor, ...]
 
-# Compiling takes a few tenths of a second per shape and device, which faster steps do not pay back for smaller buckets.
+# Compiling takes about a tenth of a second per shape and device. For smaller buckets faster steps do not pay it back.
 _COMPILED_ELEMENTS = 1 << 14
 
 
@@ -228,8 +228,8 @@ def _is_compiled(bucket: tf.Tensor) -> bool:
     return bucket.shape.num_elements() >= _COMPILED_ELEMENTS
 
 
-# When compiled, a large bucket takes one pass over memory instead of one per operation. The compiled functions share
-# those in which a codec encodes and decodes, so that these are traced once.
+# When compiled, a large bucket takes one pass over memory instead of one per operation. Encoding and decoding are
+# functions of their own, which the larger compiled functions call, so TensorFlow traces each of them once.
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def all_true(conditions: Sequence[tf.Tensor]) -> tf.Tensor:
 def decoded_are_finite(codec: WordCodec, sums: Sequence[DecodedSum]) -> tf.Tensor:
     """Whether decoded sums are finite, bool []; reads all their values only if no bound of the codec shows it.
 
-    Outside of the functions that XLA compiles, which would take twice as long to compile with it.
+    Call it outside of functions that XLA compiles: its branch makes them slow to compile.
     """
     bounds = [codec.bound(each.words, each.elements) for each in sums]
 

@@ -16,7 +16,7 @@ from tfdist.strategies.collectives.transport import Gradient, Transport
 from tfdist.strategies.compression import PowerSGD
 from tfdist.strategies.compression.power_sgd import as_matrix
 
-# Compiling takes tenths of a second for each shape, which the faster steps do not pay back for smaller matrices. All
+# Compiling takes about a tenth of a second for each shape. For smaller matrices faster steps do not pay it back. All
 # matrices of one shape that travel together count as one.
 _COMPILED_ELEMENTS = 1 << 18
 # Matrices exchanged together, so that the first ones leave while the backward pass still runs. Their factors have a

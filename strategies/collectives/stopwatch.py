@@ -21,7 +21,7 @@ class Stopwatch:
     Args:
       device: Device of the replica.
       untouched: A variable on a CPU that no operation reads or writes; see `CollectiveLauncher`.
-      is_on: Whether to measure. If not, all times are 0, and nothing is added to the graph.
+      is_on: Whether to measure. If not, all times are 0, and the graph has no timestamps.
     """
 
     def __init__(self, device: str, untouched: tf.Variable, is_on: bool):
