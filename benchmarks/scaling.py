@@ -12,9 +12,9 @@ Two cores cannot encode and send for 16 accelerators within 100 ms. With `--dila
 accelerator needs K times 100 ms, and a link has a Kth of its rate. All times in the results are divided by K. So the
 processors stand for processors that are K times as fast, for all variants alike. A list has a K for each link. The
 queues of links hold as many bytes as without dilation, and TCP begins no connection anew after a pause. The delays of
-the system are not changed: a delay of 1 ms, such as that of a thread that wakes up, counts as 1/K ms. Choose
-K so that workers take at most half of the processor time, as the last column shows. This method is from Gupta et
-al., "To infinity and beyond: time-warped network emulation", NSDI 2006, and "DieCast", NSDI 2008.
+the system are not changed: a delay of 1 ms, such as that of a thread that wakes up, counts as 1/K ms. Choose K so that
+workers take at most half of the processor time, as the last column shows. This method is from Gupta et al., "To
+infinity and beyond: time-warped network emulation", NSDI 2006, and "DieCast", NSDI 2008.
 
 Names of variants:
 

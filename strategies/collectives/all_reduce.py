@@ -283,7 +283,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
 
 def _padded_to(bucket, members, transport):
-    """Returns the number of elements of which a bucket is padded to a multiple, so that a transport can divide it.
+    """Returns a number of elements. `join` pads a bucket to a multiple of it, and then the transport can divide it.
 
     Padding in `join` takes fewer operations than in the transport. Exchanges in two levels divide a bucket into fewer
     parts, and send some small ones whole, so their padding is a little larger than they need.
