@@ -17,7 +17,7 @@ from tfdist.events.phase_names import BUILDING
 from tfdist.faults.activity import TRAIN, Activity, Call
 from tfdist.strategies.distributed_variables import level_counters, variables_of
 from tfdist.strategies.first_callback import put_first
-from tfdist.strategies.sharding.freed_memory import return_small_blocks
+from tfdist.strategies.freed_memory import return_small_blocks
 from tfdist.strategies.static_rows import needs_static_rows
 
 _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_function": "predict"}

@@ -9,11 +9,11 @@ from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.shard_groups import check_shard_group_size
+from tfdist.strategies.freed_memory import arrange_freed_memory
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy
 from tfdist.strategies.replicated_extended import ReplicatedExtended
-from tfdist.strategies.sharding.freed_memory import return_freed_memory
 from tfdist.strategies.sharding.state_creation import check_model_sharding
 from tfdist.strategies.virtual_devices import local_devices
 
@@ -74,8 +74,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
         self.synchronization = synchronization
         warn_if_one_of_many(never_joins=True)
-        if model_sharding == "parameters":
-            return_freed_memory()
+        arrange_freed_memory(model_sharding)
         devices = devices or local_devices()
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)

@@ -29,13 +29,13 @@ from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.elastic.elastic_start import cluster_by_itself
 from tfdist.strategies.elastic.elastic_training import ElasticTraining
+from tfdist.strategies.freed_memory import arrange_freed_memory
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy, StrategyUse
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
-from tfdist.strategies.sharding.freed_memory import return_freed_memory
 from tfdist.strategies.sharding.state_creation import check_model_sharding
 from tfdist.strategies.tensor_origin import Origin, origins_of, sizes_of
 from tfdist.strategies.virtual_devices import make_virtual_devices
@@ -139,8 +139,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
         self.synchronization = synchronization
         self.exchange_group_size = exchange_group_size
-        if model_sharding == "parameters":
-            return_freed_memory()
+        arrange_freed_memory(model_sharding)
         tolerates = synchronization is not None and synchronization.tolerate_lost_workers
         elastic_cluster = cluster_by_itself(cluster_resolver) if tolerates else None
         if cluster_resolver is None and ClusterSpec.from_env() is None:

@@ -1,7 +1,5 @@
 """Division of tensors into parts, and their exchange between several ranks of this process."""
 
-import os
-import types
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from tfdist.strategies.collectives.shard_groups import ShardGroups
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import Transport, all_reduce_in_order
 from tfdist.strategies.compression import from_name
-from tfdist.strategies.sharding import freed_memory
 from tfdist.strategies.sharding.owner_buckets import OwnerBuckets
 from tfdist.strategies.sharding.ownership import Ownership, owners
 from tfdist.strategies.sharding.part_buckets import PartBuckets
@@ -311,35 +308,3 @@ def test_encoded_parts_and_residuals_add_up_to_the_gradients(name, ranks, device
             np.testing.assert_allclose(spread, random(shape, place), rtol=1e-4, atol=1e-5)
     elements = sum(int(np.prod(shape)) for shape in SHAPES)  # Padding has no residuals.
     assert sum(ones for *_, ones in everyone) == pytest.approx(codec.states * elements, rel=1e-5)
-
-
-def test_settings_of_the_user_for_freed_memory_stay(monkeypatch):
-    monkeypatch.setenv("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0")
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4096")
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=None))
-
-    freed_memory.return_freed_memory()
-
-    assert os.environ["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] == "0"
-
-
-def test_small_blocks_leave_the_process(monkeypatch):
-    calls = []
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda name: types.SimpleNamespace(malloc_trim=calls.append))
-
-    freed_memory.return_small_blocks()
-
-    assert calls == [0]
-
-
-def test_freed_memory_leaves_the_process(monkeypatch):
-    calls = []
-    monkeypatch.setenv("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0")
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    monkeypatch.setattr(
-        freed_memory.ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=lambda *each: calls.append(each))
-    )
-
-    freed_memory.return_freed_memory()
-
-    assert calls == [(-3, 1 << 20)]
