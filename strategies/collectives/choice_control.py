@@ -103,9 +103,11 @@ class ChoiceControl:
             before = self._ended.read_value()
             self._ended.assign(now)
             own = tf.cast(tf.stack([tf.where(before > 0, now - before, 0), now - computed]), tf.float32)
-            with tf.control_dependencies([numbers]):  # They have the least numbers of the steps before.
+            # `numbers` has the least numbers of the steps before. A step without sums does not count: it may have failed
+            # on some replicas only.
+            with tf.control_dependencies([now, numbers]):
                 self._least.assign(tf.where(is_asked, own, tf.minimum(self._least.read_value(), own)))
-            self._decide(self.chosen.handle, self._left.handle, is_asked, numbers)
+                self._decide(self.chosen.handle, self._left.handle, is_asked, numbers)
 
 
 class Decider:
