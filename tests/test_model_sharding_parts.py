@@ -1,6 +1,5 @@
 """Division of tensors into parts, and their exchange between several ranks of this process."""
 
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,7 @@
 """Measures the steps of a replica in the graph, and sets the choice of its codecs, the same on all replicas.
 
-The replicas exchange their numbers in the steps in which the policy wants to know them. So all replicas get the same
-numbers at the same step, and each of them computes the same choice.
+The numbers of a step travel with the uncompressed gradients of the next one. So an exchange of their own is not needed,
+and all replicas get the same numbers at the same step. From them each replica computes the same choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,14 @@ from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.stopwatch import computed_by, timestamp
 
 Tell = Callable[[str, TrialOrder], None]
-Sum = Callable[[tf.Tensor], tf.Tensor]
-_NUMBERS = 2  # Those of `Numbers`, for each replica.
+_NUMBERS = 2  # Those of `Numbers`, for each step and replica.
 _STEPS = -1  # Place of the steps until the next call, in the numbers of an order.
 
 
 class ChoiceControl:
     """The choice of codecs of one replica.
 
-    Costs two timestamps in each step. In steps of trials, and in each fourth step otherwise, it also costs a call of
-    Python and an exchange of some numbers.
+    Costs two timestamps in each step, and a call of Python in steps of trials and in each fourth step otherwise.
 
     Args:
       alternatives: The ways to exchange gradients.
@@ -52,9 +50,9 @@ class ChoiceControl:
         with tf.device(self._host):
             self.chosen = tf.Variable(tf.zeros([groups + 1], tf.int32), trainable=False, name="chosen")
             self._left = tf.Variable(0, trainable=False, name="steps_left")
-            # The end of the last exchange in seconds since the epoch.
-            self._ended = tf.Variable(0.0, trainable=False, name="exchange_ended", dtype=tf.float64)
-            self._least = tf.Variable(tf.zeros([_NUMBERS]), trainable=False, name="least_numbers")
+            # End of the last exchange in seconds since the epoch, and the numbers of this step.
+            self._noted = tf.Variable(tf.zeros([1 + _NUMBERS], tf.float64), trainable=False, name="noted")
+            self._least = tf.Variable(tf.fill([ranks, _NUMBERS], np.float32(np.inf)), trainable=False, name="least")
         self.decider = Decider(alternatives, tell)
         self._decide = _deciding(self.decider)
 
@@ -63,36 +61,20 @@ class ChoiceControl:
         with tf.device(self._host):
             return self.chosen.read_value()
 
-    def is_asked(self) -> tf.Tensor:
-        """Returns whether the policy wants to know the numbers in this step, bool []; equal on all replicas."""
+    def own_numbers(self) -> tf.Tensor:
+        """Returns the numbers of the last step, to be summed over all replicas, float32 [ranks * 2]."""
         with tf.device(self._host):
-            return self._left.read_value() <= 1
+            numbers = tf.cast(self._noted.read_value()[1:], tf.float32)
+            of_all = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * numbers
+            return tf.reshape(of_all, [-1])
 
-    def numbers_of_all(self, is_asked: tf.Tensor, total: Sum) -> tf.Tensor:
-        """Returns the least numbers of the steps since they were asked for, float32 [ranks, 2]; zeros if not asked.
-
-        Args:
-          is_asked: See `is_asked`.
-          total: Sums a tensor over all replicas, in the order of ranks.
-        """
-
-        def exchanged():
-            of_own = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * self._least.read_value()
-            return tf.reshape(total(tf.reshape(of_own, [-1])), [self._ranks, _NUMBERS])
-
-        with tf.device(self._host):
-            return tf.cond(is_asked, exchanged, lambda: tf.zeros([self._ranks, _NUMBERS]))
-
-    def end_step(
-        self, gradients: Sequence[Any], totals: Sequence[Any], is_asked: tf.Tensor, numbers: tf.Tensor, apart: tf.Tensor
-    ) -> None:
+    def end_step(self, gradients: Sequence[Any], totals: Sequence[Any], numbers: tf.Tensor, apart: tf.Tensor) -> None:
         """Notes the times of a step, and decides on the next step.
 
         Args:
           gradients: The gradients of this replica.
           totals: Their sums.
-          is_asked: See `is_asked`.
-          numbers: The numbers of all replicas; see `numbers_of_all`.
+          numbers: The sum of `own_numbers` over all replicas.
           apart: Handle of a variable that no operation reads or writes.
         """
         with tf.device(self._host):
@@ -100,14 +82,10 @@ class ChoiceControl:
                 computed = timestamp(apart)
             with tf.control_dependencies(computed_by(self._device, _flat(totals))):
                 now = timestamp(apart)
-            before = self._ended.read_value()
-            self._ended.assign(now)
-            own = tf.cast(tf.stack([tf.where(before > 0, now - before, 0), now - computed]), tf.float32)
-            # `numbers` has the least numbers of the steps before. A step without sums does not count: it may have failed
-            # on some replicas only.
-            with tf.control_dependencies([now, numbers]):
-                self._least.assign(tf.where(is_asked, own, tf.minimum(self._least.read_value(), own)))
-                self._decide(self.chosen.handle, self._left.handle, is_asked, numbers)
+            before = self._noted.read_value()[0]
+            self._noted.assign(tf.stack([now, tf.where(before > 0, now - before, 0), now - computed]))
+            handles = [each.handle for each in (self.chosen, self._left, self._least)]
+            self._decide(*handles, tf.reshape(numbers, [self._ranks, _NUMBERS]))
 
 
 class Decider:
@@ -149,26 +127,31 @@ class Decider:
 
 
 def _deciding(decider: Decider) -> Callable[..., Any]:
-    """Returns a function that calls `decider` in the graph if its numbers are asked for, and else counts the step.
+    """Returns a function that calls `decider` in the graph, if no steps are left until then.
 
     Resources are among its inputs. TensorFlow runs stateful operations without a resource one after another, also those
     of two replicas in one graph. The replicas would then wait for each other for ever.
     """
 
     @tf.function(autograph=False)
-    def decide(chosen, left, is_asked, numbers):
+    def decide(chosen, left, least, numbers):
+        steps = tf.raw_ops.ReadVariableOp(resource=left, dtype=tf.int32) - 1
+        lowest = tf.minimum(tf.raw_ops.ReadVariableOp(resource=least, dtype=tf.float32), numbers)
+
         def ask():
             present = tf.raw_ops.ReadVariableOp(resource=chosen, dtype=tf.int32)
-            order = tf.numpy_function(decider, [numbers, present], tf.int32)
+            order = tf.numpy_function(decider, [lowest, present], tf.int32)
             tf.raw_ops.AssignVariableOp(resource=chosen, value=order[:_STEPS])
             tf.raw_ops.AssignVariableOp(resource=left, value=order[_STEPS])
+            tf.raw_ops.AssignVariableOp(resource=least, value=tf.fill(tf.shape(lowest), np.float32(np.inf)))
             return tf.constant(True)
 
         def wait():
-            tf.raw_ops.AssignSubVariableOp(resource=left, value=1)
+            tf.raw_ops.AssignVariableOp(resource=left, value=steps)
+            tf.raw_ops.AssignVariableOp(resource=least, value=lowest)
             return tf.constant(False)
 
-        tf.cond(is_asked, ask, wait)
+        tf.cond(steps <= 0, ask, wait)
 
     return decide
 

@@ -1,7 +1,7 @@
 """Sums the gradients of one optimizer over all replicas, encoded by codecs; holds their states and traffic."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -148,19 +148,18 @@ class EncodedReducer(tf.Module):
         options = options or tf_internals.CommunicationOptions()
         control = self.controls[replica] if self.controls else None
         choice: Any = None if control is None else control.choice()
-        is_asked = None if control is None else control.is_asked()
+        numbers = [] if control is None else [control.own_numbers()]
         exchange = ReplicaExchange(replica, gradients, done, options, choice, list(self.states[replica]))
         with tf.device(collectives.device(replica)):
-            numbers = None if control is None else control.numbers_of_all(is_asked, self._total_in_branch(exchange))
             self._sum_by_choice(exchange)
             self._sum_encoded(exchange)
-            self._sum_uncompressed(exchange)
+            of_all = self._sum_uncompressed(exchange, numbers)
             self._sum_encoded_rows(exchange)
             if exchange.new:
                 self._keep_states(exchange)
             self._count(exchange)
             if control is not None:
-                control.end_step(gradients, exchange.totals, is_asked, numbers, collectives.untouched(replica).handle)
+                control.end_step(gradients, exchange.totals, of_all[0], collectives.untouched(replica).handle)
             if self.is_timed:
                 self.times.of_replicas[replica].assign_add(tf.add_n(exchange.seconds) if exchange.seconds else NO_TIME)
         return exchange.totals
@@ -203,21 +202,12 @@ class EncodedReducer(tf.Module):
             )
             exchange.put_encoded(part.positions, *summed)
 
-    def _total_in_branch(self, exchange: ReplicaExchange) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Returns a function that sums a small tensor over all replicas, in a branch of the graph."""
-        branch = self._collectives.reserve(exchange.replica, 1)
-
-        def total(tensor):
-            with branch():
-                return self._collectives.sum_in_buckets([tensor], exchange.replica, exchange.options)[0]
-
-        return total
-
-    def _sum_uncompressed(self, exchange: ReplicaExchange) -> None:
-        """Sums the gradients without a codec, whole or in parts."""
+    def _sum_uncompressed(self, exchange: ReplicaExchange, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums the gradients without a codec, whole or in parts. Returns the sums of `numbers`, which go with them."""
         replica, options = exchange.replica, exchange.options
-        raw = self._collectives.sum_in_buckets(exchange.members(self._raw), replica, options, self._raw_bucket_bytes)
-        exchange.put(self._raw, raw)
+        members = [*numbers, *exchange.members(self._raw)]
+        raw = self._collectives.sum_in_buckets(members, replica, options, self._raw_bucket_bytes)
+        exchange.put(self._raw, raw[len(numbers) :])
         own = PartReducer(self._collectives).reduce_scatter_tensors(
             exchange.members(self._raw_parts),
             partitions=[self._partitions[i] for i in self._raw_parts],
@@ -225,6 +215,7 @@ class EncodedReducer(tf.Module):
             options=options,
         )
         exchange.put(self._raw_parts, own)
+        return raw[: len(numbers)]
 
     def _sum_encoded_rows(self, exchange: ReplicaExchange) -> None:
         """Sums the sparse gradients that have a codec of their own."""
