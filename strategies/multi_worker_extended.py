@@ -32,7 +32,7 @@ from tfdist.strategies.local_steps.synchronization import described, remedy_of_e
 from tfdist.strategies.replicated_extended import ReplicatedExtended
 
 # TensorFlow sends tensors in strings of this many bytes, by default 4096: see grpc_worker_service.cc. From 128 KiB on,
-# glibc's threshold, the kernel would map and clear new memory for each string.
+# glibc's own threshold, the kernel would map and clear new memory for each string.
 _CHUNK_BYTES = 1 << 16
 _TLS_ERROR = (
     "TLS needs the workers' own connections, but {why}. Give each worker a certificate for its host in TF_CONFIG, from "
