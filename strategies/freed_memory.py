@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
     """Lets the process keep freed blocks of less than 32 MiB for the next step.
 
     By default glibc unmaps memory many times in a step on CPUs, and each page that a thread touches again costs about
-    1 us. With this setting, steps of four workers on two cores took 4 to 13 % less time, and each worker needed 10 to
+    1 us. With this setting, steps of four workers on two cores took 6 to 11 % less time, and each worker needed 10 to
     30 MB more. At most, the main thread keeps 256 MiB that it does not use, and each other thread 64 MiB.
 
     Settings of the user have priority: the environment variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_` and
