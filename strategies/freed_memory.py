@@ -14,11 +14,11 @@ _VARIABLES = {
     _TOP_PAD: "MALLOC_TOP_PAD_",
     _MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
 }
-# The first two are glibc's own values, in case a strategy that keeps memory was made before.
+# The first two are glibc's own values. A strategy that keeps memory may have set others before.
 _RETURNED = {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 1 << 20}
-# Threads other than the main one have their blocks in regions of 64 MiB. glibc unmaps an empty region unless less than
-# the top pad is free in the region before it. So such a thread keeps one empty region at most. The trim threshold
-# counts for the main thread, whose blocks are in one region.
+# The main thread has one region of blocks. glibc keeps as many free bytes at its end as the trim threshold. Other threads
+# have regions of 64 MiB. glibc unmaps an empty one if the region before has as much room as the top pad. So each thread
+# keeps one empty region.
 _KEPT = {_TRIM_THRESHOLD: 256 << 20, _TOP_PAD: 32 << 20, _MMAP_THRESHOLD: 32 << 20}
 
 
@@ -37,9 +37,8 @@ def arrange_freed_memory(model_sharding: str | None) -> None:
 def keep_freed_memory() -> None:
     """Lets the process keep freed blocks of less than 32 MiB for the next step.
 
-    By default glibc unmaps memory many times in a step on CPUs, and each page that a thread touches again costs about
-    1 us. With this setting, steps of four workers on two cores took 6 to 11 % less time, and each worker needed 10 to
-    30 MB more. At most, the main thread keeps 256 MiB that it does not use, and each other thread 64 MiB.
+    By default glibc unmaps memory many times in a step on CPUs, and the kernel maps and clears it again. Costs memory:
+    the main thread keeps up to 256 MiB that it does not use, and each other thread up to 64 MiB.
 
     Settings of the user have priority: the environment variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_` and
     `MALLOC_MMAP_THRESHOLD_`. With an entry for `glibc.malloc` in `GLIBC_TUNABLES` nothing is set.
