@@ -16,9 +16,9 @@ _VARIABLES = {
 }
 # The first two are glibc's own values. A strategy that keeps memory may have set others before.
 _RETURNED = {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 1 << 20}
-# The main thread has one region of blocks. glibc keeps as many free bytes at its end as the trim threshold. Other threads
-# have regions of 64 MiB. glibc unmaps an empty one if the region before has as much room as the top pad. So each thread
-# keeps one empty region.
+# The main thread has one region of blocks. glibc keeps as many free bytes at its end as the trim threshold. Other
+# threads have regions of 64 MiB. glibc unmaps an empty one if the region before has as much room as the top pad. So
+# each thread keeps one empty region.
 _KEPT = {_TRIM_THRESHOLD: 256 << 20, _TOP_PAD: 32 << 20, _MMAP_THRESHOLD: 32 << 20}
 
 

@@ -46,7 +46,7 @@ thread.join()
 def calls(monkeypatch):
     """The calls of `mallopt`, which have no effect, and no settings of the user."""
     for name in (*VARIABLES, "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"):
-        monkeypatch.setenv(name, "")  # So that the fixture also restores what the tests set.
+        monkeypatch.setenv(name, "")  # Afterwards the fixture also removes values that tests have set.
         monkeypatch.delenv(name)
     made: list = []
     library = types.SimpleNamespace(mallopt=lambda *each: made.append(each), malloc_trim=made.append)
