@@ -18,6 +18,10 @@ from typing import NamedTuple
 
 from tfdist.strategies.codec_mixtures import MeasuredStep, MixtureModel, UnitBytes, mixtures
 
+WINDOW = (
+    4  # Steps between two looks at their least numbers while the choice stays. In trials the policy sees each step.
+)
+
 _FIRST = 4  # Calls before the first trial: the first step is traced, and the next ones may allocate memory.
 _LAG = 2  # Calls after an order. Their numbers are of steps before the order, or of the first step after it.
 _SAMPLES, _SLOW_SAMPLES = 5, 3  # Least steps of a trial; of steps that take longer than `_SLOW_SECONDS`.
@@ -31,7 +35,6 @@ _LATER = 300  # Steps until then. The first steps of a program do not show its l
 _HOPELESS = 1.25  # A trial ends early if its steps take this many times the time of the best choice.
 _HIDDEN = 0.03  # Part of a step. If the replicas wait less for the exchange, no codec is worth its arithmetic.
 _EQUAL = 1.02  # Choices that take at most this many times the time of the best one are as fast.
-_WINDOW = 4  # Steps between two looks at the time of steps while the choice stays. The fastest of them counts.
 _WINDOWS = 3  # Windows in a row that must differ.
 _CHANGED, _CHANGED_MUCH = 1.2, 2.0  # Change of the time that counts after a pause; that counts at any time.
 _PAUSE, _LONGEST_PAUSE = 128, 1 << 15  # Steps. The pause doubles when the choice stays the same.
@@ -57,13 +60,12 @@ class TrialOrder(NamedTuple):
 
     Attributes:
       choice: How gradients travel.
-      steps: Steps until the policy wants to know their numbers.
-      is_final: Whether the choice stays until something changes.
+      is_final: Whether the choice stays until something changes. The policy then wants to know the numbers of each
+        `WINDOW` steps, and else those of the next step.
       reason: A sentence that says why; empty unless the choice has become final with this order.
     """
 
     choice: Choice
-    steps: int
     is_final: bool
     reason: str = ""
 
@@ -133,7 +135,7 @@ class CodecTrials:
         reason, pause, later = "", _PAUSE, math.inf
         expected: dict[Choice, float] = {}
         if settled is None:
-            yield from _idle(TrialOrder(self._alternatives.uncompressed, 0, False), _FIRST)
+            yield from _idle(TrialOrder(self._alternatives.uncompressed, False), _FIRST)
         while True:
             if settled is None or expected:
                 before = settled
@@ -210,17 +212,17 @@ class CodecTrials:
 
     def _watch(self, choice: Choice, reason: str, pause: int, later: float) -> Generator[TrialOrder, Numbers, float]:
         """Keeps a choice until the time of a step has changed, or for `later` steps. Returns the present time."""
-        order = TrialOrder(choice, _WINDOW, True)
+        order = TrialOrder(choice, True)
         yield order._replace(reason=reason)
         yield order  # The first window begins with steps of the trial.
         first = []
         for _ in range(_WINDOWS):
             first.append((yield order).seconds)
-        usual, steps = statistics.median(first), _WINDOW * _WINDOWS
+        usual, steps = statistics.median(first), WINDOW * _WINDOWS
         changed: list[float] = []
         while True:
             numbers = yield order
-            steps += _WINDOW
+            steps += WINDOW
             if steps >= later:
                 return numbers.seconds
             limit = _CHANGED if steps >= pause else _CHANGED_MUCH
@@ -236,7 +238,7 @@ def _idle(order: TrialOrder, calls: int) -> _Steps:
 
 def _trial(choice: Choice, fastest: float, lag: int = _LAG) -> Generator[TrialOrder, Numbers, list[Numbers]]:
     """Measures some steps with a choice; fewer if they are much slower than the `fastest` known ones."""
-    order = TrialOrder(choice, 0, False)
+    order = TrialOrder(choice, False)
     yield from _idle(order, lag)
     taken: list[Numbers] = []
     while True:

@@ -87,6 +87,6 @@ def test_only_changes_of_the_choice_are_warnings(caplog):
     told = _ChoiceLog()
     with caplog.at_level("INFO", logger="absl"):
         for choice in [(0, 0), (1, 0), (1, 0), (0, 0)]:
-            told("some codecs", TrialOrder(choice, 4, True, "a reason"))
+            told("some codecs", TrialOrder(choice, True, "a reason"))
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO", "WARNING"]
     assert caplog.messages[0] == "compression='auto' uses some codecs: a reason."

@@ -11,7 +11,7 @@ from tfdist.plan.planned_buckets import Gradient
 from tfdist.plan.step_prediction import PlannedStep, predict_step
 from tfdist.strategies.auto_compression import AutoPolicy
 from tfdist.strategies.codec_mixtures import MeasuredStep, MixtureModel, UnitBytes, mixtures
-from tfdist.strategies.codec_trials import Alternatives, CodecTrials, Numbers
+from tfdist.strategies.codec_trials import WINDOW, Alternatives, CodecTrials, Numbers
 from tfdist.strategies.compression_policy import policy_of
 
 pytestmark = pytest.mark.unit
@@ -29,7 +29,7 @@ class Training:
         self._random, self._noise = random.Random(seed), noise
         self.choices = [self._trials.order.choice]  # One for each step so far, and for the next one.
         self.reasons = []
-        self._left, self._least = 0, None
+        self._least = None
 
     def step(self):
         """Runs a step, in which the policy gets the numbers of the step before, as in the graph."""
@@ -40,10 +40,9 @@ class Training:
         else:
             numbers = Numbers(0.0, 0.0)
         self._least = numbers if self._least is None else Numbers(*map(min, self._least, numbers))
-        self._left -= 1
-        if self._left <= 0:
+        if not self.is_final or len(self.choices) % WINDOW == 0:
             order = self._trials.take(self._least)
-            self._left, self._least = order.steps, None
+            self._least = None
             self.reasons += [order.reason] if order.reason else []
         self.choices.append(self._trials.order.choice)
 

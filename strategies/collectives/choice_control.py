@@ -1,7 +1,8 @@
 """Measures the steps of a replica in the graph, and sets the choice of its codecs, the same on all replicas.
 
-The numbers of a step travel with the uncompressed gradients of the next one. So an exchange of their own is not needed,
-and all replicas get the same numbers at the same step. From them each replica computes the same choice.
+In trials the replicas exchange the numbers of each step, later the least numbers of each few steps. When they do so
+depends on the choice and on the steps of the optimizer, which are equal on all replicas. So all get the same numbers at
+the same step, and each computes the same choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,19 +11,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.codec_trials import Alternatives, Choice, CodecTrials, Numbers, TrialOrder
+from tfdist.strategies.codec_trials import WINDOW, Alternatives, Choice, CodecTrials, Numbers, TrialOrder
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.stopwatch import computed_by, timestamp
 
 Tell = Callable[[str, TrialOrder], None]
-_NUMBERS = 2  # Those of `Numbers`, for each step and replica.
-_STEPS = -1  # Place of the steps until the next call, in the numbers of an order.
+_NUMBERS = 2  # Those of `Numbers`, for each replica.
 
 
 class ChoiceControl:
     """The choice of codecs of one replica.
 
-    Costs two timestamps in each step, and a call of Python in steps of trials and in each fourth step otherwise.
+    Costs two timestamps in each step. In steps of trials, and in each fourth step later, it also costs an exchange of
+    two numbers per replica and a call of Python.
 
     Args:
       alternatives: The ways to exchange gradients.
@@ -49,10 +50,10 @@ class ChoiceControl:
         groups = len(alternatives.of_groups)
         with tf.device(self._host):
             self.chosen = tf.Variable(tf.zeros([groups + 1], tf.int32), trainable=False, name="chosen")
-            self._left = tf.Variable(0, trainable=False, name="steps_left")
-            # End of the last exchange in seconds since the epoch, and the numbers of this step.
-            self._noted = tf.Variable(tf.zeros([1 + _NUMBERS], tf.float64), trainable=False, name="noted")
-            self._least = tf.Variable(tf.fill([ranks, _NUMBERS], np.float32(np.inf)), trainable=False, name="least")
+            # In seconds since the epoch.
+            self._ended = tf.Variable(0.0, trainable=False, name="end_of_exchange", dtype=tf.float64)
+            # Of the steps since the last exchange of numbers. Not infinite, since the sum would have NaN.
+            self._least = tf.Variable(tf.zeros([_NUMBERS]), trainable=False, name="least_numbers")
         self.decider = Decider(alternatives, tell)
         self._decide = _deciding(self.decider)
 
@@ -61,20 +62,43 @@ class ChoiceControl:
         with tf.device(self._host):
             return self.chosen.read_value()
 
-    def own_numbers(self) -> tf.Tensor:
-        """Returns the numbers of the last step, to be summed over all replicas, float32 [ranks * 2]."""
-        with tf.device(self._host):
-            numbers = tf.cast(self._noted.read_value()[1:], tf.float32)
-            of_all = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * numbers
-            return tf.reshape(of_all, [-1])
+    def shares_numbers(self, choice: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        """Returns whether replicas exchange their numbers in this step, bool []; equal on all replicas.
 
-    def end_step(self, gradients: Sequence[Any], totals: Sequence[Any], numbers: tf.Tensor, apart: tf.Tensor) -> None:
-        """Notes the times of a step, and decides on the next step.
+        Args:
+          choice: See `choice`.
+          done: Steps that the optimizer has taken. They also stay equal if a step fails on some replicas only.
+        """
+        with tf.device(self._host):
+            # The last step of each window. With accumulated gradients an exchange comes before each n-th step.
+            is_last = tf.equal((tf.cast(done, tf.int64) + 1) % WINDOW, 0)
+            return tf.logical_or(tf.equal(choice[-1], 0), is_last)
+
+    def numbers_of_all(self, shares: tf.Tensor, total: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        """Returns the least numbers of each replica since the last exchange, float32 [ranks, 2]; else zeros.
+
+        Args:
+          shares: See `shares_numbers`.
+          total: Sums a tensor over all replicas.
+        """
+
+        def exchanged():
+            own = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * self._least.read_value()
+            return tf.reshape(total(tf.reshape(own, [-1])), [self._ranks, _NUMBERS])
+
+        with tf.device(self._host):
+            return tf.cond(shares, exchanged, lambda: tf.zeros([self._ranks, _NUMBERS]))
+
+    def end_step(
+        self, gradients: Sequence[Any], totals: Sequence[Any], shares: tf.Tensor, numbers: tf.Tensor, apart: tf.Tensor
+    ) -> None:
+        """Notes the times of a step, and decides on the next step if this one had an exchange of numbers.
 
         Args:
           gradients: The gradients of this replica.
           totals: Their sums.
-          numbers: The sum of `own_numbers` over all replicas.
+          shares: See `shares_numbers`.
+          numbers: See `numbers_of_all`.
           apart: Handle of a variable that no operation reads or writes.
         """
         with tf.device(self._host):
@@ -82,10 +106,13 @@ class ChoiceControl:
                 computed = timestamp(apart)
             with tf.control_dependencies(computed_by(self._device, _flat(totals))):
                 now = timestamp(apart)
-            before = self._noted.read_value()[0]
-            self._noted.assign(tf.stack([now, tf.where(before > 0, now - before, 0), now - computed]))
-            handles = [each.handle for each in (self.chosen, self._left, self._least)]
-            self._decide(*handles, tf.reshape(numbers, [self._ranks, _NUMBERS]))
+            before = self._ended.read_value()
+            own = tf.cast(tf.stack([tf.where(before > 0, now - before, 0), now - computed]), tf.float32)
+            # A step that fails before all sums are there changes nothing.
+            with tf.control_dependencies([now, numbers]):
+                self._ended.assign(now)
+                self._least.assign(tf.where(shares, own, tf.minimum(self._least.read_value(), own)))
+                self._decide(self.chosen.handle, shares, numbers)
 
 
 class Decider:
@@ -106,7 +133,7 @@ class Decider:
         self._given: Choice | None = None
 
     def __call__(self, numbers: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """Returns the choice for the next step, whether it is final, and the steps until the next call, int32.
+        """Returns the choice for the next step, and whether it is final, int32.
 
         Args:
           numbers: The numbers of each replica, float32 [ranks, 2].
@@ -123,35 +150,25 @@ class Decider:
             if self._tell is not None:
                 self._tell(self._alternatives.describe(order.choice), order)
         self._given = (*order.choice, int(order.is_final))
-        return np.array([*self._given, order.steps], np.int32)
+        return np.array(self._given, np.int32)
 
 
 def _deciding(decider: Decider) -> Callable[..., Any]:
-    """Returns a function that calls `decider` in the graph, if no steps are left until then.
+    """Returns a function that calls `decider` in the graph in steps that share numbers.
 
-    Resources are among its inputs. TensorFlow runs stateful operations without a resource one after another, also those
+    A resource is among its inputs. TensorFlow runs stateful operations without a resource one after another, also those
     of two replicas in one graph. The replicas would then wait for each other for ever.
     """
 
     @tf.function(autograph=False)
-    def decide(chosen, left, least, numbers):
-        steps = tf.raw_ops.ReadVariableOp(resource=left, dtype=tf.int32) - 1
-        lowest = tf.minimum(tf.raw_ops.ReadVariableOp(resource=least, dtype=tf.float32), numbers)
-
+    def decide(chosen, shares, numbers):
         def ask():
             present = tf.raw_ops.ReadVariableOp(resource=chosen, dtype=tf.int32)
-            order = tf.numpy_function(decider, [lowest, present], tf.int32)
-            tf.raw_ops.AssignVariableOp(resource=chosen, value=order[:_STEPS])
-            tf.raw_ops.AssignVariableOp(resource=left, value=order[_STEPS])
-            tf.raw_ops.AssignVariableOp(resource=least, value=tf.fill(tf.shape(lowest), np.float32(np.inf)))
+            order = tf.numpy_function(decider, [numbers, present], tf.int32)
+            tf.raw_ops.AssignVariableOp(resource=chosen, value=order)
             return tf.constant(True)
 
-        def wait():
-            tf.raw_ops.AssignVariableOp(resource=left, value=steps)
-            tf.raw_ops.AssignVariableOp(resource=least, value=lowest)
-            return tf.constant(False)
-
-        tf.cond(steps <= 0, ask, wait)
+        tf.cond(shares, ask, lambda: tf.constant(False))
 
     return decide
 
