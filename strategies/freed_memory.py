@@ -17,9 +17,9 @@ _VARIABLES = {
 # The first two are glibc's own values. A strategy that keeps memory may have set others before.
 _RETURNED = {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 1 << 20}
 # The main thread has one region of blocks. glibc keeps as many free bytes at its end as the trim threshold. Other
-# threads have regions of 64 MiB. glibc unmaps an empty one if the region before has as much room as the top pad. So
-# each thread keeps one empty region.
-_KEPT = {_TRIM_THRESHOLD: 256 << 20, _TOP_PAD: 32 << 20, _MMAP_THRESHOLD: 32 << 20}
+# threads have regions of 64 MiB. glibc unmaps an empty one if the region before has more room than the top pad, so
+# with a top pad of 64 MiB never.
+_KEPT = {_TRIM_THRESHOLD: 256 << 20, _TOP_PAD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
 
 
 def arrange_freed_memory(model_sharding: str | None) -> None:
@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
     """Lets the process keep freed blocks of less than 32 MiB for the next step.
 
     By default glibc unmaps memory many times in a step on CPUs, and the kernel maps and clears it again. Costs memory:
-    the main thread keeps up to 256 MiB that it does not use, and each other thread up to 64 MiB.
+    the main thread keeps up to 256 MiB that it does not use, and each other thread all memory that it ever had.
 
     Settings of the user have priority: the environment variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_` and
     `MALLOC_MMAP_THRESHOLD_`. With an entry for `glibc.malloc` in `GLIBC_TUNABLES` nothing is set.
