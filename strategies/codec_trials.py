@@ -32,7 +32,10 @@ _MIXTURES = 2  # Most mixtures of codecs that are tried.
 _CLOSE = 1.06  # Choices that take at most this many times the time of the best one are tried again.
 _UNSURE = 1.1  # If another choice takes at most this many times the time of the best one, all are tried again later.
 _LATER = 300  # Steps until then. The first steps of a program do not show its later speed.
-_HOPELESS = 1.25  # A trial ends early if its steps take this many times the time of the best choice.
+# A trial ends early if each of its first two or three steps takes this many times the time of the best choice. Three,
+# since a pause of a machine may slow down two steps.
+_HOPELESS = {2: 2.0, 3: 1.25}
+_UNFAIR = 1.25  # Most times that the first trial, of no codec, takes the time of the best one, to be repeated.
 _HIDDEN = 0.03  # Part of a step. If the replicas wait less for the exchange, no codec is worth its arithmetic.
 _EQUAL = 1.02  # Choices that take at most this many times the time of the best one are as fast.
 _WINDOWS = 3  # Windows in a row that must differ.
@@ -172,7 +175,7 @@ class CodecTrials:
                 samples.setdefault(choice, []).extend(each.seconds for each in numbers)
             times = {choice: statistics.median(each) for choice, each in samples.items()}
             fastest = min(times.values())
-            if not turn and not expected and fastest < seconds <= _HOPELESS * fastest:
+            if not turn and not expected and fastest < seconds <= _UNFAIR * fastest:
                 # The first steps of a program are slower than later ones, so the first trial was not fair.
                 numbers = yield from _trial(raw, fastest)
                 samples[raw] = [each.seconds for each in numbers]
@@ -243,7 +246,7 @@ def _trial(choice: Choice, fastest: float, lag: int = _LAG) -> Generator[TrialOr
     taken: list[Numbers] = []
     while True:
         taken.append((yield order))
-        is_hopeless = len(taken) > 1 and min(each.seconds for each in taken) > _HOPELESS * fastest
+        is_hopeless = min(each.seconds for each in taken) > _HOPELESS.get(len(taken), math.inf) * fastest
         if is_hopeless or _is_enough([each.seconds for each in taken]):
             return taken
 

@@ -122,6 +122,18 @@ def test_a_close_choice_is_looked_at_again_when_the_program_has_run_for_long():
     assert training.run(2000) == INT8 and len(training.reasons) == 2
 
 
+def test_a_pause_of_a_machine_does_not_speak_against_a_codec():
+    pause = iter([1.4, 0.13])
+    training = Training(of(0.1, 0.1, 0.08))
+    usual = training.seconds
+    # The first step with a codec is not a sample.
+    training.seconds = lambda choice: (
+        next(pause, usual(choice)) if choice == INT8 and training.choices.count(INT8) > 2 else usual(choice)
+    )
+    assert training.run(150) == INT8
+    assert next(pause, None) is None
+
+
 def test_trials_of_fast_steps_are_longer():
     fast, slow = Training(of(0.01, 0.02, 0.02)), Training(of(0.2, 0.4, 0.4))
     for each in (fast, slow):
