@@ -21,7 +21,8 @@ VARIABLES = (
     "GLIBC_TUNABLES",
 )
 
-# A thread makes and frees arrays of 200 MiB in all, which take several regions of glibc, ten times. Prints the page faults of the last five times.
+# A thread makes and frees arrays of 200 MiB in all, which take several regions of glibc, ten times. It prints the page
+# faults of the last five times.
 ALLOCATES = """
 import os, resource, threading
 import numpy as np
