@@ -24,12 +24,15 @@ WINDOW = (
 
 _FIRST = 4  # Calls before the first trial: the first step is traced, and the next ones may allocate memory.
 _LAG = 2  # Calls after an order. Their numbers are of steps before the order, or of the first step after it.
+_FIRST_LAG = 4  # The same for a codec that has not been tried: it is compiled in the first step, and then gets memory.
 _SAMPLES, _SLOW_SAMPLES = 5, 3  # Least steps of a trial; of steps that take longer than `_SLOW_SECONDS`.
 _SLOW_SECONDS = 0.5
 _QUICK_SAMPLES, _QUICK_SECONDS = 9, 0.5  # Most steps of a trial, while they take less than this time together.
 _ROUNDS = 3  # Most trials of a choice.
 _MIXTURES = 2  # Most mixtures of codecs that are tried.
-_CLOSE = 1.06  # Choices that take at most this many times the time of the best one are tried again.
+# Choices that take at most this many times the time of the best one are tried again. The first trial of a codec may show
+# less than its later speed.
+_CLOSE_AT_FIRST, _CLOSE = 1.25, 1.06
 _UNSURE = 1.1  # If another choice takes at most this many times the time of the best one, all are tried again later.
 _LATER = 300  # Steps until then. The first steps of a program do not show its later speed.
 # A trial ends early if each of its first two or three steps takes this many times the time of the best choice. Three,
@@ -126,6 +129,7 @@ class CodecTrials:
 
     def __init__(self, alternatives: Alternatives, settled: Choice | None = None):
         self._alternatives = alternatives
+        self._tried = {alternatives.uncompressed}  # By this process.
         self._life = self._run(settled)
         self.order = next(self._life)
 
@@ -171,7 +175,9 @@ class CodecTrials:
         for turn in range(_ROUNDS):
             for choice in rivals:
                 fastest = min([fastest, *map(statistics.median, samples.values())])
-                numbers = yield from _trial(choice, fastest)
+                lag = _LAG if choice in self._tried else _FIRST_LAG
+                self._tried.add(choice)
+                numbers = yield from _trial(choice, fastest, lag)
                 samples.setdefault(choice, []).extend(each.seconds for each in numbers)
             times = {choice: statistics.median(each) for choice, each in samples.items()}
             fastest = min(times.values())
@@ -180,7 +186,8 @@ class CodecTrials:
                 numbers = yield from _trial(raw, fastest)
                 samples[raw] = [each.seconds for each in numbers]
                 times[raw] = statistics.median(samples[raw])
-            rivals = [choice for choice in [raw, *coded] if times[choice] <= _CLOSE * min(times.values())]
+            close = _CLOSE if turn or expected else _CLOSE_AT_FIRST
+            rivals = [choice for choice in [raw, *coded] if times[choice] <= close * min(times.values())]
             if len(rivals) == 1:
                 break
         best = min(times, key=times.__getitem__)

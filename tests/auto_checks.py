@@ -64,7 +64,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError("a test")
 
 
-def train(placement, seconds, mode="plain", epochs=4, **options):
+def train(placement, seconds, mode="plain", epochs=6, **options):
     """Trains 10 steps an epoch. Returns the outcome, and the choice after each batch."""
     choices = Choices()
     small = small_weights_too() if options else contextlib.nullcontext()

@@ -42,7 +42,7 @@ def test_workers_choose_a_codec_on_a_slow_link_at_the_same_step(placement, mode,
 
 
 def test_workers_stay_uncompressed_on_a_fast_link(pools):
-    workers = pools("2x1").run(checks.train, "2x1", FAST_LINK, epochs=5)
+    workers = pools("2x1").run(checks.train, "2x1", FAST_LINK, epochs=12)
     assert_agree(workers)
     assert workers[0]["choices"][-1] == ([None], True)
 

@@ -134,6 +134,15 @@ def test_a_pause_of_a_machine_does_not_speak_against_a_codec():
     assert next(pause, None) is None
 
 
+def test_slow_first_steps_of_a_codec_do_not_speak_against_it():
+    slow_steps = {FLOAT16: iter([1.9, 0.2, 0.2, 0.16]), INT8: iter([1.9, 0.225, 0.195, 0.175])}
+    usual = of(0.160, 0.160, 0.150)
+    training = Training(
+        lambda choice: next(slow_steps.get(choice, iter([])), usual(choice)), exposed=of(0.05, 0.05, 0.05)
+    )
+    assert training.run(150) == INT8
+
+
 def test_trials_of_fast_steps_are_longer():
     fast, slow = Training(of(0.01, 0.02, 0.02)), Training(of(0.2, 0.4, 0.4))
     for each in (fast, slow):
@@ -151,7 +160,7 @@ def test_stays_while_times_vary_a_little():
 
 def test_looks_again_when_the_link_gets_slower():
     training = Training(of(0.04, 0.05, 0.05))
-    assert training.run(80) == RAW
+    assert training.run(150) == RAW
     training.seconds = training.exposed = of(0.4, 0.25, 0.15)
     assert training.run(60) == INT8
     assert training.is_final
