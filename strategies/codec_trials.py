@@ -30,8 +30,8 @@ _SLOW_SECONDS = 0.5
 _QUICK_SAMPLES, _QUICK_SECONDS = 9, 0.5  # Most steps of a trial, while they take less than this time together.
 _ROUNDS = 3  # Most trials of a choice.
 _MIXTURES = 2  # Most mixtures of codecs that are tried.
-# Choices that take at most this many times the time of the best one are tried again. The first trial of a codec may show
-# less than its later speed.
+# Choices that take at most this many times the time of the best one are tried again. In its first trial a codec may be
+# slower than later.
 _CLOSE_AT_FIRST, _CLOSE = 1.25, 1.06
 _UNSURE = 1.1  # If another choice takes at most this many times the time of the best one, all are tried again later.
 _LATER = 300  # Steps until then. The first steps of a program do not show its later speed.
