@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from tfdist.strategies.codec_mixtures import MeasuredStep, MixtureModel, UnitBytes, mixtures
 
-WINDOW = (
-    4  # Steps between two looks at their least numbers while the choice stays. In trials the policy sees each step.
-)
+# Steps between two looks at their least numbers while the choice stays. In trials the policy sees each step.
+WINDOW = 4
 
 _FIRST = 4  # Calls before the first trial: the first step is traced, and the next ones may allocate memory.
 _LAG = 2  # Calls after an order. Their numbers are of steps before the order, or of the first step after it.
@@ -129,7 +128,7 @@ class CodecTrials:
 
     def __init__(self, alternatives: Alternatives, settled: Choice | None = None):
         self._alternatives = alternatives
-        self._tried = {alternatives.uncompressed}  # By this process.
+        self._tried = {alternatives.uncompressed, settled or alternatives.uncompressed}  # By this process.
         self._life = self._run(settled)
         self.order = next(self._life)
 
@@ -172,6 +171,7 @@ class CodecTrials:
                 True,
             )
         rivals = coded
+        has_new = not self._tried.issuperset(coded)
         for turn in range(_ROUNDS):
             for choice in rivals:
                 fastest = min([fastest, *map(statistics.median, samples.values())])
@@ -186,7 +186,7 @@ class CodecTrials:
                 numbers = yield from _trial(raw, fastest)
                 samples[raw] = [each.seconds for each in numbers]
                 times[raw] = statistics.median(samples[raw])
-            close = _CLOSE if turn or expected else _CLOSE_AT_FIRST
+            close = _CLOSE_AT_FIRST if has_new and not turn else _CLOSE
             rivals = [choice for choice in [raw, *coded] if times[choice] <= close * min(times.values())]
             if len(rivals) == 1:
                 break
@@ -223,8 +223,7 @@ class CodecTrials:
     def _watch(self, choice: Choice, reason: str, pause: int, later: float) -> Generator[TrialOrder, Numbers, float]:
         """Keeps a choice until the time of a step has changed, or for `later` steps. Returns the present time."""
         order = TrialOrder(choice, True)
-        yield order._replace(reason=reason)
-        yield order  # The first window begins with steps of the trial.
+        yield order._replace(reason=reason)  # The first window begins with a step of the trial.
         first = []
         for _ in range(_WINDOWS):
             first.append((yield order).seconds)

@@ -38,7 +38,8 @@ def keep_freed_memory() -> None:
     """Lets the process keep freed blocks of less than 32 MiB for the next step.
 
     By default glibc unmaps memory many times in a step on CPUs, and the kernel maps and clears it again. Costs memory:
-    the main thread keeps up to 256 MiB that it does not use, and each other thread all memory that it ever had.
+    the main thread keeps up to 256 MiB that it does not use, and each other thread all its freed blocks of less than
+    32 MiB.
 
     Settings of the user have priority: the environment variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_` and
     `MALLOC_MMAP_THRESHOLD_`. With an entry for `glibc.malloc` in `GLIBC_TUNABLES` nothing is set.

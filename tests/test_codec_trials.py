@@ -143,6 +143,16 @@ def test_slow_first_steps_of_a_codec_do_not_speak_against_it():
     assert training.run(150) == INT8
 
 
+def test_slow_first_steps_of_a_codec_do_not_speak_against_it_in_a_later_look():
+    slow_steps = {FLOAT16: iter([0.22] * 9), INT8: iter([0.22] * 9)}
+    training = Training(of(0.1, 0.1, 0.1), exposed=of(0.0, 0.0, 0.0))
+    assert training.run(40) == RAW  # The exchange is hidden, so no codec has been tried.
+    usual = of(0.200, 0.200, 0.170)
+    training.seconds = lambda choice: next(slow_steps.get(choice, iter([])), usual(choice))
+    training.exposed = of(0.05, 0.05, 0.05)
+    assert training.run(300) == INT8
+
+
 def test_trials_of_fast_steps_are_longer():
     fast, slow = Training(of(0.01, 0.02, 0.02)), Training(of(0.2, 0.4, 0.4))
     for each in (fast, slow):

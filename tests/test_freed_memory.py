@@ -130,4 +130,5 @@ def test_a_process_that_keeps_freed_memory_maps_none_again():
         assert done.returncode == 0, done.stderr
         faults[arrange] = int(done.stdout)
 
-    assert 1000 * faults["keep_freed_memory"] < faults["return_freed_memory"]
+    assert faults["keep_freed_memory"] < 100  # It is 512 with a top pad of 32 MiB.
+    assert 10 * faults["keep_freed_memory"] < faults["return_freed_memory"]

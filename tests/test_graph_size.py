@@ -5,20 +5,33 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
 
+from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.encoded_reducer import EncodedReducer
+from tfdist.strategies.collectives.exchange_inboxes import ExchangeInboxes
+from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.compression import from_name
-from unconnected_exchange import unconnected_collectives
 
 # A network with three dense layers: the large weights are encoded, the rest travels raw.
 SHAPES = ([256, 640], [640], [640, 640], [640], [640, 10], [10])
 ENCODED = (0, 2)
 
 
+class Unconnected(PeerExchange):
+    """The exchanges of one of several workers in a graph that never runs, without connections and threads."""
+
+    def __init__(self, workers):
+        self._names, self._members = range(workers), {}
+        self._inboxes = ExchangeInboxes(0, lambda labels, key, rows: key)
+
+
 @functools.cache
 def nodes(codec, workers):
     """Returns the number of operations of a step on workers with one CPU each, with those of its functions."""
-    collectives = unconnected_collectives(workers)
+    options = tf.distribute.experimental.CommunicationOptions()
+    collectives = Collectives(["/job:localhost/replica:0/task:0/device:CPU:0"], workers, options, CollectiveKeys(1))
+    collectives.use(Unconnected(workers))
     codecs = [codec and from_name(codec) if i in ENCODED else None for i in range(len(SHAPES))]
     reducer = EncodedReducer([tf.zeros(shape) for shape in SHAPES], codecs, collectives, seed=0)
     assert reducer.encodes == (codec is not None)

@@ -1,8 +1,8 @@
 """Measures the steps of a replica in the graph, and sets the choice of its codecs, the same on all replicas.
 
-In trials the replicas exchange the numbers of each step, later the least numbers of each few steps. When they do so
-depends on the choice and on the steps of the optimizer, which are equal on all replicas. So all get the same numbers at
-the same step, and each computes the same choice.
+The numbers of the last steps travel with the uncompressed gradients of the next one. So an exchange of their own is not
+needed, and all replicas get the same numbers at the same step. Rank 0 tells with them whether the policy takes them.
+Then each replica computes the same choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,7 @@ _NUMBERS = 2  # Those of `Numbers`, for each replica.
 class ChoiceControl:
     """The choice of codecs of one replica.
 
-    Costs two timestamps in each step. In steps of trials, and in each fourth step later, it also costs an exchange of
-    two numbers per replica and a call of Python.
+    Costs two timestamps in each step, and a call of Python in steps of trials and in each fourth step otherwise.
 
     Args:
       alternatives: The ways to exchange gradients.
@@ -52,7 +51,7 @@ class ChoiceControl:
             self.chosen = tf.Variable(tf.zeros([groups + 1], tf.int32), trainable=False, name="chosen")
             # In seconds since the epoch.
             self._ended = tf.Variable(0.0, trainable=False, name="end_of_exchange", dtype=tf.float64)
-            # Of the steps since the last exchange of numbers. Not infinite, since the sum would have NaN.
+            # Of the steps since the policy took numbers. Not infinite, since the sum would have NaN.
             self._least = tf.Variable(tf.zeros([_NUMBERS]), trainable=False, name="least_numbers")
         self.decider = Decider(alternatives, tell)
         self._decide = _deciding(self.decider)
@@ -62,43 +61,30 @@ class ChoiceControl:
         with tf.device(self._host):
             return self.chosen.read_value()
 
-    def shares_numbers(self, choice: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
-        """Returns whether replicas exchange their numbers in this step, bool []; equal on all replicas.
+    def own_numbers(self, choice: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        """Returns the numbers of the last steps, to be summed over all replicas, float32 [ranks * 2 + 1].
+
+        The last one tells whether the policy takes the numbers. Only rank 0 sets it, since `done` may differ between
+        replicas after a step that failed.
 
         Args:
           choice: See `choice`.
-          done: Steps that the optimizer has taken. They also stay equal if a step fails on some replicas only.
+          done: Steps that the optimizer has taken.
         """
         with tf.device(self._host):
-            # The last step of each window. With accumulated gradients an exchange comes before each n-th step.
-            is_last = tf.equal((tf.cast(done, tf.int64) + 1) % WINDOW, 0)
-            return tf.logical_or(tf.equal(choice[-1], 0), is_last)
+            of_all = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * self._least.read_value()
+            takes = tf.logical_or(tf.equal(choice[-1], 0), tf.equal(done % WINDOW, 0))
+            if self._rank:
+                takes = tf.constant(False)
+            return tf.concat([tf.reshape(of_all, [-1]), tf.cast(takes, tf.float32)[tf.newaxis]], axis=0)
 
-    def numbers_of_all(self, shares: tf.Tensor, total: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """Returns the least numbers of each replica since the last exchange, float32 [ranks, 2]; else zeros.
-
-        Args:
-          shares: See `shares_numbers`.
-          total: Sums a tensor over all replicas.
-        """
-
-        def exchanged():
-            own = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * self._least.read_value()
-            return tf.reshape(total(tf.reshape(own, [-1])), [self._ranks, _NUMBERS])
-
-        with tf.device(self._host):
-            return tf.cond(shares, exchanged, lambda: tf.zeros([self._ranks, _NUMBERS]))
-
-    def end_step(
-        self, gradients: Sequence[Any], totals: Sequence[Any], shares: tf.Tensor, numbers: tf.Tensor, apart: tf.Tensor
-    ) -> None:
-        """Notes the times of a step, and decides on the next step if this one had an exchange of numbers.
+    def end_step(self, gradients: Sequence[Any], totals: Sequence[Any], numbers: tf.Tensor, apart: tf.Tensor) -> None:
+        """Notes the times of a step, and decides on the next step.
 
         Args:
           gradients: The gradients of this replica.
           totals: Their sums.
-          shares: See `shares_numbers`.
-          numbers: See `numbers_of_all`.
+          numbers: The sum of `own_numbers` over all replicas.
           apart: Handle of a variable that no operation reads or writes.
         """
         with tf.device(self._host):
@@ -108,11 +94,12 @@ class ChoiceControl:
                 now = timestamp(apart)
             before = self._ended.read_value()
             own = tf.cast(tf.stack([tf.where(before > 0, now - before, 0), now - computed]), tf.float32)
+            takes, of_all = numbers[-1] > 0, tf.reshape(numbers[:-1], [self._ranks, _NUMBERS])
             # A step that fails before all sums are there changes nothing.
-            with tf.control_dependencies([now, numbers]):
+            with tf.control_dependencies([now, of_all]):
                 self._ended.assign(now)
-                self._least.assign(tf.where(shares, own, tf.minimum(self._least.read_value(), own)))
-                self._decide(self.chosen.handle, shares, numbers)
+                self._least.assign(tf.where(takes, own, tf.minimum(self._least.read_value(), own)))
+                self._decide(self.chosen.handle, takes, of_all)
 
 
 class Decider:
@@ -154,21 +141,21 @@ class Decider:
 
 
 def _deciding(decider: Decider) -> Callable[..., Any]:
-    """Returns a function that calls `decider` in the graph in steps that share numbers.
+    """Returns a function that calls `decider` in the graph if the policy takes the numbers.
 
     A resource is among its inputs. TensorFlow runs stateful operations without a resource one after another, also those
     of two replicas in one graph. The replicas would then wait for each other for ever.
     """
 
     @tf.function(autograph=False)
-    def decide(chosen, shares, numbers):
+    def decide(chosen, takes, numbers):
         def ask():
             present = tf.raw_ops.ReadVariableOp(resource=chosen, dtype=tf.int32)
             order = tf.numpy_function(decider, [numbers, present], tf.int32)
             tf.raw_ops.AssignVariableOp(resource=chosen, value=order)
             return tf.constant(True)
 
-        tf.cond(shares, ask, lambda: tf.constant(False))
+        tf.cond(takes, ask, lambda: tf.constant(False))
 
     return decide
 

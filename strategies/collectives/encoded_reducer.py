@@ -1,7 +1,7 @@
 """Sums the gradients of one optimizer over all replicas, encoded by codecs; holds their states and traffic."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +30,6 @@ from tfdist.strategies.sharding.part_reducer import PartReducer
 # Counts of a replica since the strategy was made: exchanges, bytes that would be sent uncompressed, bytes sent. If
 # workers have several devices, only bytes across the network count.
 STEPS, RAW_BYTES, SENT_BYTES = range(3)
-_KEYS_OF_SUM = 2  # Most collectives of a sum on one transport: two if tensors are sent in parts.
 
 
 class Times:
@@ -149,20 +148,18 @@ class EncodedReducer(tf.Module):
         options = options or tf_internals.CommunicationOptions()
         control = self.controls[replica] if self.controls else None
         choice: Any = None if control is None else control.choice()
+        numbers = [] if control is None else [control.own_numbers(choice, done)]
         exchange = ReplicaExchange(replica, gradients, done, options, choice, list(self.states[replica]))
         with tf.device(collectives.device(replica)):
-            if control is not None:
-                shares = control.shares_numbers(choice, done)
-                numbers = control.numbers_of_all(shares, self._sum_in_branch(exchange))
             self._sum_by_choice(exchange)
             self._sum_encoded(exchange)
-            self._sum_uncompressed(exchange)
+            of_all = self._sum_uncompressed(exchange, numbers)
             self._sum_encoded_rows(exchange)
             if exchange.new:
                 self._keep_states(exchange)
             self._count(exchange)
             if control is not None:
-                control.end_step(gradients, exchange.totals, shares, numbers, collectives.untouched(replica).handle)
+                control.end_step(gradients, exchange.totals, of_all[0], collectives.untouched(replica).handle)
             if self.is_timed:
                 self.times.of_replicas[replica].assign_add(tf.add_n(exchange.seconds) if exchange.seconds else NO_TIME)
         return exchange.totals
@@ -205,22 +202,12 @@ class EncodedReducer(tf.Module):
             )
             exchange.put_encoded(part.positions, *summed)
 
-    def _sum_in_branch(self, exchange: ReplicaExchange) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Returns a function that sums a tensor over all replicas, to be called in one branch of the graph."""
-        branch = self._collectives.reserve(exchange.replica, _KEYS_OF_SUM)
-        transport = self._collectives.among_all(exchange.replica)
-
-        def summed(tensor):
-            with tf.device(self._collectives.device(exchange.replica)), branch():
-                return transport.all_reduce(tensor, exchange.options)
-
-        return summed
-
-    def _sum_uncompressed(self, exchange: ReplicaExchange) -> None:
-        """Sums the gradients without a codec, whole or in parts."""
+    def _sum_uncompressed(self, exchange: ReplicaExchange, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums the gradients without a codec, whole or in parts. Returns the sums of `numbers`, which go with them."""
         replica, options = exchange.replica, exchange.options
-        members = exchange.members(self._raw)
-        exchange.put(self._raw, self._collectives.sum_in_buckets(members, replica, options, self._raw_bucket_bytes))
+        members = [*numbers, *exchange.members(self._raw)]
+        raw = self._collectives.sum_in_buckets(members, replica, options, self._raw_bucket_bytes)
+        exchange.put(self._raw, raw[len(numbers) :])
         own = PartReducer(self._collectives).reduce_scatter_tensors(
             exchange.members(self._raw_parts),
             partitions=[self._partitions[i] for i in self._raw_parts],
@@ -228,6 +215,7 @@ class EncodedReducer(tf.Module):
             options=options,
         )
         exchange.put(self._raw_parts, own)
+        return raw[: len(numbers)]
 
     def _sum_encoded_rows(self, exchange: ReplicaExchange) -> None:
         """Sums the sparse gradients that have a codec of their own."""
