@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tfdist.strategies.codec_mixtures import MeasuredStep, MixtureModel, UnitBytes, mixtures
 
-# Steps between two looks at their least numbers while the choice stays. In trials the policy sees each step.
+# While the choice stays, the policy takes the least numbers of this many steps. In trials it takes those of each step.
 WINDOW = 4
 
 _FIRST = 4  # Calls before the first trial: the first step is traced, and the next ones may allocate memory.
@@ -34,10 +34,10 @@ _MIXTURES = 2  # Most mixtures of codecs that are tried.
 _CLOSE_AT_FIRST, _CLOSE = 1.25, 1.06
 _UNSURE = 1.1  # If another choice takes at most this many times the time of the best one, all are tried again later.
 _LATER = 300  # Steps until then. The first steps of a program do not show its later speed.
-# A trial ends early if each of its first two or three steps takes this many times the time of the best choice. Three,
-# since a pause of a machine may slow down two steps.
+# A trial ends early if each of its first two steps takes twice the time of the best choice, or each of its first three
+# 1.25 times that time. A pause of a machine may slow down two steps.
 _HOPELESS = {2: 2.0, 3: 1.25}
-_UNFAIR = 1.25  # Most times that the first trial, of no codec, takes the time of the best one, to be repeated.
+_UNFAIR = 1.25  # The first trial, without a codec, is repeated if it takes at most this many times the best time.
 _HIDDEN = 0.03  # Part of a step. If the replicas wait less for the exchange, no codec is worth its arithmetic.
 _EQUAL = 1.02  # Choices that take at most this many times the time of the best one are as fast.
 _WINDOWS = 3  # Windows in a row that must differ.
@@ -65,8 +65,8 @@ class TrialOrder(NamedTuple):
 
     Attributes:
       choice: How gradients travel.
-      is_final: Whether the choice stays until something changes. The policy then wants to know the numbers of each
-        `WINDOW` steps, and else those of the next step.
+      is_final: Whether the choice stays until something changes. The policy then takes numbers once in `WINDOW` steps,
+        otherwise in each step.
       reason: A sentence that says why; empty unless the choice has become final with this order.
     """
 

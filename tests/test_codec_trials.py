@@ -126,9 +126,9 @@ def test_a_pause_of_a_machine_does_not_speak_against_a_codec():
     pause = iter([1.4, 0.13])
     training = Training(of(0.1, 0.1, 0.08))
     usual = training.seconds
-    # The first step with a codec is not a sample.
+    # The first three steps with a codec are not samples.
     training.seconds = lambda choice: (
-        next(pause, usual(choice)) if choice == INT8 and training.choices.count(INT8) > 2 else usual(choice)
+        next(pause, usual(choice)) if choice == INT8 and training.choices.count(INT8) > 4 else usual(choice)
     )
     assert training.run(150) == INT8
     assert next(pause, None) is None

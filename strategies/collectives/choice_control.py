@@ -49,9 +49,10 @@ class ChoiceControl:
         groups = len(alternatives.of_groups)
         with tf.device(self._host):
             self.chosen = tf.Variable(tf.zeros([groups + 1], tf.int32), trainable=False, name="chosen")
-            # In seconds since the epoch.
+            # The end of the last exchange, in seconds since the epoch.
             self._ended = tf.Variable(0.0, trainable=False, name="end_of_exchange", dtype=tf.float64)
-            # Of the steps since the policy took numbers. Not infinite, since the sum would have NaN.
+            # The least numbers of the steps since the policy took some. They begin with 0, since infinite ones would
+            # become NaN in the sum.
             self._least = tf.Variable(tf.zeros([_NUMBERS]), trainable=False, name="least_numbers")
         self.decider = Decider(alternatives, tell)
         self._decide = _deciding(self.decider)
@@ -73,9 +74,9 @@ class ChoiceControl:
         """
         with tf.device(self._host):
             of_all = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * self._least.read_value()
-            takes = tf.logical_or(tf.equal(choice[-1], 0), tf.equal(done % WINDOW, 0))
-            if self._rank:
-                takes = tf.constant(False)
+            takes = tf.constant(False)
+            if self._rank == 0:
+                takes = tf.logical_or(tf.equal(choice[-1], 0), tf.equal(done % WINDOW, 0))
             return tf.concat([tf.reshape(of_all, [-1]), tf.cast(takes, tf.float32)[tf.newaxis]], axis=0)
 
     def end_step(self, gradients: Sequence[Any], totals: Sequence[Any], numbers: tf.Tensor, apart: tf.Tensor) -> None:
