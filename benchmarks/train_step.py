@@ -5,6 +5,7 @@
                                                                                     # continues an earlier run
     python -m benchmarks.train_step --models mlp --links 100mbit,1gbit --variants stock,tfdist-loop
     python -m benchmarks.train_step --quick --other_packages /tmp/other       # tfdist before and after a change
+    python -m benchmarks.train_step --quick --other_environment OMP_NUM_THREADS=2   # and with an environment variable
 
 By default there are 2 and 4 workers, and links of 100mbit, 1gbit and unshaped ones. Workers are processes on hosts of
 `benchmarks.netlab`, which needs root; `--nolab` uses loopback instead. All variants
@@ -18,7 +19,8 @@ train the same models on the same batches with equal numbers of threads:
     ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
 
 With `--other_packages DIR` each variant of tfdist is measured once more, as `other-<variant>`, with the packages in
-DIR: another commit of tfdist (`pip install --no-deps --target DIR <checkout>`) or another version of Keras.
+DIR: another commit of tfdist (`pip install --no-deps --target DIR <checkout>`) or another version of Keras. With
+`--other_environment NAME=VALUE` each is measured once more with this environment variable, as `env-<variant>`.
 
 As many variants as fit into memory stay alive together and take turns in random order, block by block, so that a drift
 of the machine affects all alike. Unless `--variants` leaves it out, `stock` is always one of them, and the others are
@@ -54,6 +56,7 @@ flags.DEFINE_list("models", None, f"Some of {', '.join(MODELS)}; all by default.
 flags.DEFINE_list("codecs", None, "Codecs of tfdist; all by default, a few with --quick.")
 flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the same program can differ by 5 %.", 1)
 flags.DEFINE_string("other_packages", None, "A folder of packages with which tfdist is measured once more.")
+flags.DEFINE_list("other_environment", [], "Variables NAME=VALUE with which tfdist is measured once more.")
 
 _QUICK_CODECS = ("float16", "int8", "powersgd(4)")
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -76,15 +79,30 @@ def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
     }
 
 
-def with_other_packages(variants: dict[str, Variant], folder: str | None) -> dict[str, Variant]:
-    """Adds a variant `other-<name>` for each variant of tfdist, with the packages in `folder`; none if it is None."""
-    if folder is None:
-        return variants
-    if not pathlib.Path(folder).is_dir():
+def with_others(variants: dict[str, Variant], folder: str | None, settings: Sequence[str]) -> dict[str, Variant]:
+    """Adds the variants of tfdist once more, with other packages or with other environment variables.
+
+    Args:
+      variants: Variants by name.
+      folder: A folder of packages for variants `other-<name>`; None to leave them out.
+      settings: Environment variables NAME=VALUE for variants `env-<name>`; empty to leave them out.
+
+    Raises:
+      UsageError: If the folder does not exist, or if a setting has no name or no `=`.
+    """
+    if folder is not None and not pathlib.Path(folder).is_dir():
         raise app.UsageError(f"--other_packages takes a folder made by `pip install --target`, got {folder}.")
-    path = str(pathlib.Path(folder).absolute())
-    others = {name: dataclasses.replace(each, packages=path) for name, each in variants.items() if "tfdist" in name}
-    return variants | {f"other-{name}": each for name, each in others.items()}
+    if wrong := [each for each in settings if each.find("=") < 1]:
+        raise app.UsageError(f"--other_environment takes NAME=VALUE, got {', '.join(wrong)}.")
+    ours = {name: each for name, each in variants.items() if "tfdist" in name}
+    found = dict(variants)
+    if folder is not None:
+        path = str(pathlib.Path(folder).absolute())
+        found |= {f"other-{name}": dataclasses.replace(each, packages=path) for name, each in ours.items()}
+    if settings:
+        environment = dict(each.split("=", 1) for each in settings)
+        found |= {f"env-{name}": dataclasses.replace(each, environment=environment) for name, each in ours.items()}
+    return found
 
 
 def available_codecs() -> list[str]:
@@ -118,8 +136,9 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := [name for name in FLAGS.codecs or [] if name not in codecs]:
         raise app.UsageError(f"--codecs takes {', '.join(codecs)}; got {', '.join(unknown)}.")
     few = _QUICK_CODECS if quick else codecs
-    everyone = with_other_packages(make_variants(codecs), FLAGS.other_packages)
-    default = with_other_packages(make_variants(few if FLAGS.codecs is None else FLAGS.codecs), FLAGS.other_packages)
+    others = (FLAGS.other_packages, FLAGS.other_environment)
+    everyone = with_others(make_variants(codecs), *others)
+    default = with_others(make_variants(few if FLAGS.codecs is None else FLAGS.codecs), *others)
     names = chosen("variants", list(everyone), list(default))
     models = chosen("models", list(MODELS), ["mlp"] if quick else list(MODELS))
     plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, FLAGS.starts)
@@ -128,6 +147,8 @@ def main(arguments: Sequence[str]) -> None:
     settings = {**dataclasses.asdict(plan), **THREADS, "network": LOOPBACK if FLAGS.nolab else "netlab"}
     if FLAGS.other_packages:
         settings["other_packages"] = FLAGS.other_packages
+    if FLAGS.other_environment:
+        settings["other_environment"] = FLAGS.other_environment
     record = Record(path, settings, KEY)
     begin = time.monotonic()
     with contextlib.nullcontext() if FLAGS.nolab else Netlab(hosts=max(workers), rate=None) as lab:

@@ -33,11 +33,19 @@ _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train: a module of `benchmarks.peers`, options of its `prepare`, packages that precede the installed."""
+    """A way to train.
+
+    Attributes:
+      peer: A module of `benchmarks.peers`.
+      options: Options of its `prepare`.
+      packages: A folder of packages that precede the installed ones; None for no folder.
+      environment: Environment variables of the workers.
+    """
 
     peer: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     packages: str | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def chooses_codecs(self) -> bool:
@@ -233,7 +241,8 @@ class Cast:
             for name, variant in variants.items():
                 begin = time.monotonic()
                 free = [next(ports) for _ in range(workers)]
-                group = Group(self._network.hosts, free, variant.peer, variant.options, variant.packages)
+                hosts, options = self._network.hosts, variant.options
+                group = Group(hosts, free, variant.peer, options, variant.packages, variant.environment)
                 self._groups[name] = stack.enter_context(group)
                 if variant.chooses_codecs:
                     self._choosing.add(name)

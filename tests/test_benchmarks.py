@@ -121,6 +121,7 @@ def test_every_cast_has_the_reference_and_missing_variants():
         ("codecs", ["int9"], "--codecs takes float16; got int9"),
         ("variants", ["horse"], "--variants takes stock, tfdist-loop, .*; got horse"),
         ("other_packages", "/no-such-folder", "--other_packages takes a folder"),
+        ("other_environment", ["A=1", "=2"], "--other_environment takes NAME=VALUE, got =2"),
     ],
 )
 def test_wrong_flags_raise_before_work_begins(flag, value, words, monkeypatch):
@@ -459,6 +460,23 @@ def test_other_packages_precede_the_installed_ones(tmp_path):
     with Group([turns.Loopback()], free_ports(1), "keras_fit", {}, str(tmp_path)) as group:
         with pytest.raises(GroupError, match="another Keras"):
             group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=RUN_SECONDS)
+
+
+def test_workers_get_their_environment_variables(tmp_path):
+    (tmp_path / "keras.py").write_text("import os; raise RuntimeError(os.environ['MALLOC_TOP_PAD_'])")
+    environment = {"MALLOC_TOP_PAD_": "4711"}
+    with Group([turns.Loopback()], free_ports(1), "keras_fit", {}, str(tmp_path), environment) as group:
+        with pytest.raises(GroupError, match="4711"):
+            group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=RUN_SECONDS)
+
+
+def test_variants_of_tfdist_are_added_with_other_packages_and_variables(tmp_path):
+    variants = train_step.make_variants(["int8"])
+    found = train_step.with_others(variants, str(tmp_path), ["A=1", "B=x=y"])
+    assert found["other-tfdist+int8"] == dataclasses.replace(found["tfdist+int8"], packages=str(tmp_path))
+    assert found["env-tfdist-auto"] == dataclasses.replace(found["tfdist-auto"], environment={"A": "1", "B": "x=y"})
+    assert not {"other-stock", "env-stock", "env-ddp", "env-other-tfdist"} & set(found)
+    assert train_step.with_others(variants, None, []) == variants
 
 
 def test_late_group_is_ended_and_leaves_no_files(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ class Host(Protocol):
 
 
 class _Worker:
-    def __init__(self, host: Host, spec: ClusterSpec, packages: str | None):
+    def __init__(self, host: Host, spec: ClusterSpec, packages: str | None, environment: Mapping[str, str]):
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         # For temporary files that TensorFlow would remove at exit: workers are killed before that.
         self._folder = tempfile.TemporaryDirectory(prefix="tfdist-benchmark-", ignore_cleanup_errors=True)
@@ -67,6 +67,7 @@ class _Worker:
             "CUDA_VISIBLE_DEVICES": "-1",
             "GLOO_SOCKET_IFNAME": host.interface,
             "BENCHMARK_INTERFACE": host.interface,
+            **environment,
         }
         environ.pop(DEVICES_PER_WORKER_VARIABLE, None)
         with remote:
@@ -121,6 +122,7 @@ class Group:
       peer: The module of this folder that trains.
       options: Further arguments of its `prepare`.
       packages: A folder with Python packages that precede the installed ones.
+      environment: Environment variables of the workers, beside those of this process.
     """
 
     def __init__(
@@ -130,13 +132,15 @@ class Group:
         peer: str,
         options: Mapping[str, Any],
         packages: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ):
         self._peer, self._options = peer, tuple(options.items())
         addresses = tuple(f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True))
         self._workers: list[_Worker] = []
         try:
             for index, host in enumerate(hosts):
-                self._workers.append(_Worker(host, ClusterSpec({"worker": addresses}, "worker", index), packages))
+                spec = ClusterSpec({"worker": addresses}, "worker", index)
+                self._workers.append(_Worker(host, spec, packages, environment or {}))
         except BaseException:
             self.close()
             raise
