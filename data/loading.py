@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import random
 import socket
 import time
 import urllib.parse
@@ -58,7 +59,8 @@ def prepare(
             builder = _make_builder(name, data_dir)
             if not builder.info.initialized:
                 _check_network(builder)
-                builder.download_and_prepare()
+                with _kept_random_state():
+                    builder.download_and_prepare()
     return builder
 
 
@@ -66,6 +68,20 @@ def _make_builder(name: str, data_dir: str | os.PathLike[str] | None) -> tfds.co
     if name == Digits.name:
         return Digits(data_dir=data_dir)
     return tfds.builder(name, data_dir=data_dir)
+
+
+@contextlib.contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """Keeps the state of Python's `random`, from which TFDS draws the name of a folder.
+
+    Keras draws the seeds of layers from it. So the run that prepares a dataset has the seeds of later runs, and the
+    worker that prepares it has those of the other workers.
+    """
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -104,6 +105,13 @@ def test_preparing_twice_writes_the_same_files(data_dir, tmp_path):
 
     assert len(contents(tmp_path)) == 2
     assert contents(tmp_path) == contents(data_dir)
+
+
+def test_preparing_keeps_the_random_state(tmp_path):
+    random.seed(0)
+    before = random.getstate()
+    tfdist.data.load("digits", "train", tmp_path)
+    assert random.getstate() == before  # Keras draws seeds from it.
 
 
 def test_one_waiting_process_prepares_after_the_preparer_is_killed(tmp_path):
