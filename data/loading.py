@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import pathlib
-import random
 import socket
 import time
 import urllib.parse
@@ -17,6 +16,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from tfdist.data.digits import Digits
+from tfdist.kept_random_state import kept_random_state
 from tfdist.symlink_safe_file import no_follow
 
 _POLL_SECONDS = 0.2
@@ -59,7 +59,8 @@ def prepare(
             builder = _make_builder(name, data_dir)
             if not builder.info.initialized:
                 _check_network(builder)
-                with _kept_random_state():
+                # TFDS draws the name of a folder. Later seeds shall be those of workers that find the files.
+                with kept_random_state():
                     builder.download_and_prepare()
     return builder
 
@@ -68,20 +69,6 @@ def _make_builder(name: str, data_dir: str | os.PathLike[str] | None) -> tfds.co
     if name == Digits.name:
         return Digits(data_dir=data_dir)
     return tfds.builder(name, data_dir=data_dir)
-
-
-@contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Keeps the state of Python's `random`, from which TFDS draws the name of a folder.
-
-    Keras draws the seeds of layers from it. So the run that prepares a dataset has the seeds of later runs, and the
-    worker that prepares it has those of the other workers.
-    """
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._compat import keras_internals
+from tfdist.kept_random_state import kept_random_state
 from tfdist.readable_numbers import counted, size
 from tfdist.strategies.auto_compression import AutoPolicy
 from tfdist.strategies.collectives.shard_groups import is_group_size
@@ -178,11 +178,10 @@ def unallocated(make_model: Callable[[], keras.Model]) -> Iterator[keras.Model]:
 def _random_states_kept() -> Iterator[None]:
     """Undoes the draws of Python's and Keras' seeds, so that an estimate does not change the training after it."""
     known = keras_internals.global_seed_generator() if keras_internals.has_global_seed_generator() else None
-    before = random.getstate()
     try:
-        yield
+        with kept_random_state():
+            yield
     finally:
-        random.setstate(before)
         keras_internals.set_global_seed_generator(known)
 
 

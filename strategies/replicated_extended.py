@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from tfdist._compat import keras_internals, keras_stack, tf_internals
 from tfdist.errors import LossScaleError, ScopeError
+from tfdist.kept_random_state import kept_random_state
 from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import distributed_variables as variables
 from tfdist.strategies import keras_steps
@@ -242,10 +242,8 @@ class ReplicatedExtended:
         known = keras_internals.global_seed_generator() if keras_internals.has_global_seed_generator() else None
         if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:
             if known is None or self._own_seed_generator is None:
-                before = random.getstate()
-                with ThreadPoolExecutor(1) as pool:
+                with kept_random_state(), ThreadPoolExecutor(1) as pool:  # Keras draws a seed.
                     self._own_seed_generator = pool.submit(make).result()
-                random.setstate(before)  # Undoes the draw of Keras' seed.
             keras_internals.set_global_seed_generator(self._own_seed_generator)
         return keras_internals.global_seed_generator()
 
