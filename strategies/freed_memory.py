@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._compat import dataset_internals
+
 # Parameters of glibc's `mallopt`, and the environment variables by which users set them.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _VARIABLES = {
@@ -22,15 +24,21 @@ _RETURNED = {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 1
 _KEPT = {_TRIM_THRESHOLD: 256 << 20, _TOP_PAD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
 
 
-def arrange_freed_memory(model_sharding: str | None) -> None:
-    """Arranges for a strategy how much memory of freed tensors the process keeps.
+def return_if_divided(model_sharding: str | None) -> None:
+    """Lets the process return freed memory if a strategy divides weights; see `return_freed_memory`.
 
-    With divided weights the process returns it; see `return_freed_memory`. Without sharding and GPUs it keeps it, for
-    faster steps; see `keep_freed_memory`.
+    Call it before TensorFlow makes its devices.
     """
     if model_sharding == "parameters":
         return_freed_memory()
-    elif model_sharding is None and not tf.config.get_visible_devices("GPU"):
+
+
+def keep_if_undivided(model_sharding: str | None) -> None:
+    """Lets the process keep freed memory if a strategy has no sharding and no GPUs; see `keep_freed_memory`.
+
+    Call it once TensorFlow has made its devices.
+    """
+    if model_sharding is None and not tf.config.get_visible_devices("GPU"):
         keep_freed_memory()
 
 
@@ -39,11 +47,12 @@ def keep_freed_memory() -> None:
 
     By default glibc unmaps memory many times in a step on CPUs, and the kernel maps and clears it again. Costs memory:
     the main thread keeps up to 256 MiB that it does not use, and each other thread all its freed blocks of less than
-    32 MiB.
+    32 MiB. The first call takes about 0.1 s, since it reads a dataset.
 
     Settings of the user have priority: the environment variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_` and
     `MALLOC_MMAP_THRESHOLD_`. With an entry for `glibc.malloc` in `GLIBC_TUNABLES` nothing is set.
     """
+    dataset_internals.set_mmap_threshold_now()
     _set(_KEPT)
 
 

@@ -29,7 +29,7 @@ from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.elastic.elastic_start import cluster_by_itself
 from tfdist.strategies.elastic.elastic_training import ElasticTraining
-from tfdist.strategies.freed_memory import arrange_freed_memory
+from tfdist.strategies.freed_memory import keep_if_undivided, return_if_divided
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
@@ -139,7 +139,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self.model_sharding, self.shard_group_size = model_sharding, shard_group_size
         self.synchronization = synchronization
         self.exchange_group_size = exchange_group_size
-        arrange_freed_memory(model_sharding)
+        return_if_divided(model_sharding)
         tolerates = synchronization is not None and synchronization.tolerate_lost_workers
         elastic_cluster = cluster_by_itself(cluster_resolver) if tolerates else None
         if cluster_resolver is None and ClusterSpec.from_env() is None:
@@ -151,6 +151,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._take_collective_keys()
         options = communication_options or tf_internals.CommunicationOptions()
         extended = MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
+        keep_if_undivided(model_sharding)
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
         extended.exchange_in_groups(exchange_group_size)

@@ -42,6 +42,41 @@ thread.start()
 thread.join()
 """
 
+# A strategy trains a model. Then a thread makes and frees an array of 16 MiB ten times. The arrays that it holds before
+# fill most of its region of 64 MiB. It prints the page faults of the last five times.
+TRAINS = """
+import resource, threading
+import keras, numpy as np, tfdist
+
+strategy = tfdist.MirroredStrategy(["CPU:0"])
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones([4, 2]), np.ones([4, 1]), verbose=0)
+
+def work():
+    held = [np.ones(1 << 21) for _ in range(3)]
+    faults = []
+    for _ in range(10):
+        np.ones(1 << 21)
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt)
+    print(faults[-1] - faults[4])
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+ONLY_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+
+
+def page_faults(program: str, **environment: str) -> int:
+    """Runs a program without settings of the user, and returns the number of page faults that it prints."""
+    environ = {name: value for name, value in os.environ.items() if name not in VARIABLES} | environment
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -106,7 +141,8 @@ def test_tunables_of_the_user_stay(calls, monkeypatch):
 def test_sharding_and_gpus_decide(calls, monkeypatch, model_sharding, gpus, expected):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [kind] * gpus)
 
-    freed_memory.arrange_freed_memory(model_sharding)
+    freed_memory.return_if_divided(model_sharding)
+    freed_memory.keep_if_undivided(model_sharding)
 
     assert {parameter for parameter, _ in calls} == expected
 
@@ -119,16 +155,17 @@ def test_a_strategy_without_sharding_keeps_freed_memory(calls, strategy):
     assert {parameter for parameter, _ in calls} == (set() if has_gpu else {TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD})
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+@ONLY_GLIBC
 def test_a_process_that_keeps_freed_memory_maps_none_again():
-    environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     faults = {}
     for arrange in ("keep_freed_memory", "return_freed_memory"):
-        command = [sys.executable, "-c", ALLOCATES]
-        environ["ARRANGE"] = arrange
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        faults[arrange] = int(done.stdout)
+        faults[arrange] = page_faults(ALLOCATES, ARRANGE=arrange)
 
     assert faults["keep_freed_memory"] < 100  # It is 512 with a top pad of 32 MiB.
     assert 10 * faults["keep_freed_memory"] < faults["return_freed_memory"]
+
+
+@ONLY_GLIBC
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="with GPUs a strategy sets nothing")
+def test_a_process_keeps_freed_memory_after_a_fit():
+    assert page_faults(TRAINS) < 100  # With the threshold that TensorFlow sets it is thousands.

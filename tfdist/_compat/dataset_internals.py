@@ -3,6 +3,7 @@
 Comments state why a name is needed and what breaks without it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ __all__ = [
     "maps_elements",
     "set_cardinality",
     "set_datasets_of_worker",
+    "set_mmap_threshold_now",
     "spec_on_a_replica",
 ]
 
@@ -348,3 +350,15 @@ def set_cardinality(dataset, batches: int) -> None:
     leaves `fit` before its peers.
     """
     dataset._cardinality = batches
+
+
+@functools.cache
+def set_mmap_threshold_now() -> None:
+    """Makes TensorFlow set glibc's `M_MMAP_THRESHOLD` now, so that it does not set it later.
+
+    With Python 3.11, TensorFlow 2.21 sets it to 128 KiB once, when a process first reads a dataset that calls Python,
+    as all distributed datasets do. Without this call: the threshold of `keep_freed_memory` is lost before the first
+    step, so glibc maps each large tensor anew for which it finds no free memory.
+    """
+    with tf.init_scope():
+        list(tf.data.Dataset.from_generator(tuple, output_signature=tf.TensorSpec([])))
