@@ -33,10 +33,10 @@ def return_if_divided(model_sharding: str | None) -> None:
         return_freed_memory()
 
 
-def keep_if_undivided(model_sharding: str | None) -> None:
-    """Lets the process keep freed memory if a strategy has no sharding and no GPUs; see `keep_freed_memory`.
+def keep_unless_sharded(model_sharding: str | None) -> None:
+    """Lets the process keep freed memory if a strategy has no `model_sharding` and no GPUs; see `keep_freed_memory`.
 
-    Call it once TensorFlow has made its devices.
+    Call it once TensorFlow has made its devices, since it reads a dataset.
     """
     if model_sharding is None and not tf.config.get_visible_devices("GPU"):
         keep_freed_memory()
@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
 
     By default glibc unmaps memory many times in a step on CPUs, and the kernel maps and clears it again. Costs memory:
     the main thread keeps up to 256 MiB that it does not use, and each other thread all its freed blocks of less than
-    32 MiB. The first call takes about 0.1 s, since it reads a dataset.
+    32 MiB. The first call reads an empty dataset, which takes about 0.1 s.
 
     Settings of the user have priority: the environment variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_` and
     `MALLOC_MMAP_THRESHOLD_`. With an entry for `glibc.malloc` in `GLIBC_TUNABLES` nothing is set.

@@ -9,7 +9,7 @@ from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.shard_groups import check_shard_group_size
-from tfdist.strategies.freed_memory import keep_if_undivided, return_if_divided
+from tfdist.strategies.freed_memory import keep_unless_sharded, return_if_divided
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy
@@ -78,7 +78,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         devices = devices or local_devices()
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
-        keep_if_undivided(model_sharding)
+        keep_unless_sharded(model_sharding)
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
         extended.compress(compression, time_exchanges)

@@ -29,7 +29,7 @@ from tfdist.strategies.collectives.shard_groups import check_shard_group_size
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.elastic.elastic_start import cluster_by_itself
 from tfdist.strategies.elastic.elastic_training import ElasticTraining
-from tfdist.strategies.freed_memory import keep_if_undivided, return_if_divided
+from tfdist.strategies.freed_memory import keep_unless_sharded, return_if_divided
 from tfdist.strategies.local_steps.synchronization import check_synchronization
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
@@ -151,7 +151,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._take_collective_keys()
         options = communication_options or tf_internals.CommunicationOptions()
         extended = MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
-        keep_if_undivided(model_sharding)
+        keep_unless_sharded(model_sharding)
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
         extended.exchange_in_groups(exchange_group_size)

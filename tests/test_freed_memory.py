@@ -142,7 +142,7 @@ def test_sharding_and_gpus_decide(calls, monkeypatch, model_sharding, gpus, expe
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [kind] * gpus)
 
     freed_memory.return_if_divided(model_sharding)
-    freed_memory.keep_if_undivided(model_sharding)
+    freed_memory.keep_unless_sharded(model_sharding)
 
     assert {parameter for parameter, _ in calls} == expected
 
@@ -168,4 +168,4 @@ def test_a_process_that_keeps_freed_memory_maps_none_again():
 @ONLY_GLIBC
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="with GPUs a strategy sets nothing")
 def test_a_process_keeps_freed_memory_after_a_fit():
-    assert page_faults(TRAINS) < 100  # With the threshold that TensorFlow sets it is thousands.
+    assert page_faults(TRAINS) < 100  # It is thousands with the threshold that TensorFlow sets.
