@@ -34,7 +34,8 @@ def test_each_code_block_that_is_run_has_a_test():
 
 
 def without_code(text):
-    return re.sub(r"^( *)```.*?^\1```$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
 
 
 def anchors(path):
@@ -56,6 +57,24 @@ def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page):
         if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
             broken.append(link)
     assert broken == []
+
+
+def tables(page):
+    """Returns the tables of a page: for each, the place of its first row and the number of cells of each row."""
+    found, before = [], 0
+    for number, line in enumerate(without_code(page.read_text()).splitlines(), 1):
+        if not line.startswith("|"):
+            continue
+        if number != before + 1:
+            found.append((f"{page.relative_to(ROOT)}, table {len(found) + 1}", []))
+        found[-1][1].append(len(re.split(r"(?<!\\)\|", line.strip())))
+        before = number
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_all_rows_of_a_table_have_as_many_cells(page):
+    assert [place for place, cells in tables(page) if len(set(cells)) > 1] == []
 
 
 REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md"))}
