@@ -18,6 +18,7 @@ from tfdist.plan.run_compute import compute_seconds_of
 from tfdist.plan.step_prediction import PlannedStep, predict_step
 
 FREE = ExchangeCosts(0.0, 0.0, {NONE: 0.0, "int8": 0.0}, "nothing costs time but the link")
+CALIBRATION = "bench.json"
 TENSORS = [Gradient(4e6, 4e6)] * 10
 MODEL = """
 import keras
@@ -172,6 +173,24 @@ def test_the_most_exact_of_the_fastest_codecs_is_recommended(link, recommended):
     assert [pair[0].replicas for pair in plan.curve] == [1 << power for power in range(13)]
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(("link", "replicas", "are_faster"), [(1e10, 256, True), (1e9, 16, False)])
+def test_groups_are_recommended_where_they_make_a_step_shorter(link, replicas, are_faster):
+    gradients = {NONE: TENSORS, "int8": [Gradient(4e6, 1e6)] * 10}
+    groups = {16: 4, 256: 16}.get
+    plan = plan_job(Job(replicas, link, 0.1, 1 / 3, gradients), DEFAULT_COSTS, groups)
+    of_groups = plan_job(Job(replicas, link, 0.1, 1 / 3, gradients, groups), DEFAULT_COSTS)
+    assert of_groups.in_groups is None
+    assert plan.in_groups == (of_groups.recommended if are_faster else None)
+    assert (of_groups.recommended.seconds < plan.recommended.seconds / 1.02) == are_faster
+
+
+@pytest.mark.unit
+def test_a_prime_number_of_replicas_is_not_compared_with_groups():
+    plan = plan_job(Job(257, 1e10, 0.1, 1 / 3, {NONE: TENSORS}), DEFAULT_COSTS, lambda replicas: None)
+    assert plan.in_groups is None
+
+
 def bench_result(path, rows):
     seconds = [
         {"compression": name, "bytes": size, "skipped": None, "seconds": {"median": time}} for name, size, time in rows
@@ -189,7 +208,7 @@ def test_a_calibration_gives_latency_and_time_of_a_byte(tmp_path):
     assert costs.seconds_per_byte(NONE) == pytest.approx(1e-9)
     assert costs.seconds_per_byte("int8") == pytest.approx(3e-9)
     assert costs.seconds_per_byte("sign") is None
-    assert "2 workers on A" in costs.source
+    assert costs.source == "`tfdist bench` of 2 workers on A, 0.2 ms for a message"
 
 
 @pytest.mark.unit
@@ -252,7 +271,7 @@ def test_the_command_prints_and_writes_its_predictions(tmp_path):
 
 
 def test_the_command_plans_exchanges_in_two_levels(tmp_path):
-    options = ["-n", "64", "--link", "1gbit", "--compute-ms", "20", "--compression", "int8"]
+    options = ["-n", "64", "--link", "10gbit", "--compute-ms", "20", "--compression", "int8"]
     done = plan(tmp_path, "model.py:make_model", *options, "--exchange-group-size", "auto", "--json", "plan.json")
 
     assert done.returncode == 0, done.stderr
@@ -260,11 +279,22 @@ def test_the_command_plans_exchanges_in_two_levels(tmp_path):
     by_codec = {each["codec"]: each for each in json.loads((tmp_path / "plan.json").read_text())["predictions"]}
     assert by_codec[NONE]["messages"] == 3 * 4 * 7
 
+    done = plan(tmp_path, "model.py:make_model", *options, "--json", "plan.json")
+    assert done.returncode == 0, done.stderr
+    assert "exchange_group_size='auto'" in done.stdout
+    in_groups = json.loads((tmp_path / "plan.json").read_text())["in_groups"]
+    assert in_groups == by_codec[in_groups["codec"]]
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model.py:make_model", "--compression", "int9"], "int9"),
+        (["model.py:make_model", "--compression", "int9"], "got 'int9'"),
+        (["model.py:make_model", "--compression", "auto"], "--compression lists codecs to compare"),
+        (
+            ["model.py:make_model", "--compression", "powersgd(4)", "--calibration", CALIBRATION],
+            "`tfdist bench --workers 2 --compression none,powersgd --json FILE`",
+        ),
         (["model.py:number"], "must return a built model"),
         (["model.py:missing"], "no function"),
         (["model.py:make_model", "--calibration", "none.json"], "none.json"),
@@ -275,16 +305,28 @@ def test_the_command_plans_exchanges_in_two_levels(tmp_path):
 )
 def test_bad_input_is_an_error_with_the_value(tmp_path, arguments, message, monkeypatch, caplog):
     (tmp_path / "model.py").write_text(MODEL)
+    bench_result(tmp_path / CALIBRATION, [(NONE, 1000, 0.001), (NONE, 2000, 0.002)])
     monkeypatch.chdir(tmp_path)
     compute = [] if "--run" in arguments else ["--compute-ms", "20"]
     assert cli.main(["plan", "-n", "4", "--link", "1gbit", *compute, *arguments]) == 1
     assert message in caplog.text
-    assert sorted(path.name for path in pathlib.Path(tmp_path).iterdir() if path.name != "__pycache__") == ["model.py"]
+    assert sorted(path.name for path in pathlib.Path(tmp_path).iterdir() if path.name != "__pycache__") == [
+        CALIBRATION,
+        "model.py",
+    ]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("command", ["plan", "bench"])
+def test_the_time_of_a_step_is_a_number_of_milliseconds(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--compute-ms", "some"])
+    assert "needs a number of milliseconds of at least 0, got some" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
 def test_a_measurement_of_this_machine_calibrates_a_plan(tmp_path):
-    options = ["--workers", "2", "--sizes", "1KiB,1MiB", "--compression", "none,int8", "--seconds", "0.2"]
+    options = ["--workers", "2", "--sizes", "1KiB,1MiB,4MiB", "--compression", "none,int8", "--seconds", "0.2"]
     command = [sys.executable, "-m", "tfdist", "bench", *options, "--json", str(tmp_path / "bench.json")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
 

@@ -71,15 +71,18 @@ count = functools.partial(_whole_number, least=0)
 positive_int = functools.partial(_whole_number, least=1)
 
 
-def seconds(text: str) -> float:
-    """Parses a command line value that must be a number of seconds of at least 0."""
+def _time(text: str, unit: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a number of seconds of at least 0, got {text}")
+        raise argparse.ArgumentTypeError(f"needs a number of {unit} of at least 0, got {text}")
     return value
+
+
+seconds = functools.partial(_time, unit="seconds")
+milliseconds = functools.partial(_time, unit="milliseconds")
 
 
 def _quantity(text: str, units: Mapping[str, int]) -> int:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compute-ms",
-        type=arguments.seconds,
+        type=arguments.milliseconds,
         metavar="MS",
         help="milliseconds of the model's step without the exchange, to predict the step",
     )

@@ -416,7 +416,7 @@ _COMMANDS = (
         "plan",
         "predict the time of a step with any number of replicas, and recommend a codec",
         """
-        tfdist plan model.keras -n 256 --link 10gbit --compute-ms 120
+        tfdist plan model.keras -n 256 --link 10gbit --compute-ms 120 --exchange-group-size auto
         tfdist plan train.py:make_model -n 8 --link 1gbit --compute-ms 300 --calibration bench.json --memory 16GB
         """,
         plan_command.add_arguments,

@@ -84,7 +84,9 @@ def costs_of_bench(path: pathlib.Path) -> ExchangeCosts:
     lines = {name: _line(points) for name, points in measured.items()}
     latency, _ = lines.get(NONE, min(lines.values()))
     coding = {name: per_byte for name, (_, per_byte) in lines.items()}
-    return ExchangeCosts(latency, DEFAULT_COSTS.message_seconds, coding, f"`tfdist bench` of {result_place(result)}")
+    message = DEFAULT_COSTS.message_seconds
+    source = f"`tfdist bench` of {result_place(result)}, {1e3 * message:.1f} ms for a message"
+    return ExchangeCosts(latency, message, coding, source)
 
 
 def result_place(result: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compute = parser.add_mutually_exclusive_group(required=True)
     compute.add_argument(
         "--compute-ms",
-        type=arguments.seconds,
+        type=arguments.milliseconds,
         metavar="MS",
         help="milliseconds of a step of one replica alone: forward and backward pass and update",
     )
@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         costs = DEFAULT_COSTS if args.calibration is None else costs_of_bench(args.calibration)
         codecs = (NONE, *(name for name in args.compression if name != NONE))
+        _check_names(codecs[1:])
         _check_costs(costs, codecs)
         compute_seconds = _compute_seconds(args)
         make = estimate_command.maker_of(args.model)
@@ -94,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         logging.error("%s", error)
         return 1
     job = Job(args.replicas, args.link, compute_seconds, args.forward_share, gradients, groups)
-    plan = plan_job(job, costs)
+    other_groups = functools.partial(_size_of_groups, "auto") if args.exchange_group_size is None else None
+    plan = plan_job(job, costs, other_groups)
     print_plan(plan, job, costs)
     if args.json is not None:
         write_whole(args.json, json.dumps(to_json(plan, job, costs), indent=2) + "\n")
@@ -120,6 +122,7 @@ def to_json(plan: JobPlan, job: Job, costs: ExchangeCosts) -> dict[str, Any]:
         "replicas": job.replicas,
         "link_bits_per_second": job.link_bits,
         "recommended": plan.recommended.codec,
+        "in_groups": None if plan.in_groups is None else _row(plan.in_groups),
         "predictions": [_row(each) for each in plan.predictions],
         "curve": [_row(each) for pair in plan.curve for each in dict.fromkeys(pair)],
         "assumptions": assumptions(job, costs),
@@ -130,12 +133,26 @@ def _row(prediction: Any) -> dict[str, Any]:
     return dataclasses.asdict(prediction) | {"efficiency": prediction.efficiency}
 
 
+def _check_names(codecs: Sequence[str]) -> None:
+    from tfdist.strategies.compression import from_name
+
+    if "auto" in codecs:
+        raise ValueError(
+            "--compression lists codecs to compare, got auto. Leave it out to compare the codecs that "
+            "compression='auto' may choose."
+        )
+    for name in codecs:
+        from_name(name)
+
+
 def _check_costs(costs: ExchangeCosts, codecs: Sequence[str]) -> None:
     unknown = [name for name in codecs if costs.seconds_per_byte(name) is None]
     if unknown:
+        families = dict.fromkeys(name.partition("(")[0] for name in codecs)  # `bench` takes names without numbers.
         raise ValueError(
             f"The costs of {', '.join(unknown)} are not known, only those of {', '.join(costs.coding)}. Measure them "
-            f"with `tfdist bench --compression {','.join(codecs)} --json FILE`, and give the file to --calibration."
+            f"with `tfdist bench --workers 2 --compression {','.join(families)} --json FILE`, and give the file to "
+            "--calibration."
         )
 
 

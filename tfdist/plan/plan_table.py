@@ -23,11 +23,16 @@ def print_plan(plan: JobPlan, job: Job, costs: ExchangeCosts) -> None:
         table.add_row(each.codec, size(each.sent_bytes), *_cells(each), speed)
     table.caption = "sent: by a replica in a step; speed: rows per second, as a multiple of one replica"
     console.print(table)
-    best = plan.recommended
-    advice = "no compression" if best.codec == NONE else f"compression={best.codec!r}"
-    console.print(f"Recommended: {advice}. Predicted step: {step_time(best.seconds)}.")
+    console.print(f"Recommended: {_advice(plan.recommended)}.")
+    if plan.in_groups is not None:
+        console.print(f"Faster on CPUs: exchange_group_size='auto' with {_advice(plan.in_groups)}.")
     console.print(_curve(plan))
     console.print("\n".join(assumptions(job, costs)), highlight=False)
+
+
+def _advice(prediction: Prediction) -> str:
+    option = "no compression" if prediction.codec == NONE else f"compression={prediction.codec!r}"
+    return f"{option}. Predicted step: {step_time(prediction.seconds)}"
 
 
 def _curve(plan: JobPlan) -> rich.table.Table:
