@@ -106,7 +106,7 @@ class Alternatives:
         return list(dict.fromkeys([self.uncompressed, *map(self.uniform, range(len(self.codecs)))]))
 
     def describe(self, choice: Choice) -> str:
-        """Names a choice: "int8", "no codec", or "int8 for groups 2 and 3 of 3"."""
+        """Names a choice: "int8", "no codec", or "int8 for 2 of 3 groups (2, 3)"."""
         used = {self.codecs[known[place - 1]] for known, place in zip(self.of_groups, choice, strict=True) if place}
         names = " and ".join(sorted(used, key=list(self.codecs).index)) or "no codec"
         if choice in self.all_uniform():

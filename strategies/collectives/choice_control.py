@@ -130,6 +130,7 @@ class Decider:
         present = tuple(map(int, chosen))
         if present != self._given and (any(present) or self._given is not None):  # Restored from a checkpoint.
             self._trials = CodecTrials(self._alternatives, present[:-1] if present[-1] else None)
+            self.reason = ""
             order = self._trials.order
         else:
             order = self._trials.take(Numbers(float(numbers[0, 0]), float(numbers[:, 1].min())))
