@@ -79,7 +79,8 @@ def costs_of_bench(path: pathlib.Path) -> ExchangeCosts:
     if few or not measured:
         raise ValueError(
             f"A calibration needs at least two sizes of each codec, but {path} has fewer for "
-            f"{', '.join(few) or 'all'}. Measure with `tfdist bench --sizes 1KiB,1MiB,64MiB`."
+            f"{', '.join(few) or 'all'}. Measure with `tfdist bench --workers 2 --sizes 1KiB,1MiB,64MiB "
+            "--json FILE`."
         )
     lines = {name: _line(points) for name, points in measured.items()}
     latency, _ = lines.get(NONE, min(lines.values()))

@@ -73,7 +73,7 @@ def plan_job(job: Job, costs: ExchangeCosts, other_groups: GroupSize | None = No
     counts = [1 << power for power in range(LARGEST_CURVE.bit_length())]
     curve = [(job.step(NONE, each, costs), job.step(recommended.codec, each, costs)) for each in counts]
     in_groups = None
-    if other_groups is not None and other_groups(job.replicas) is not None:
+    if other_groups is not None:
         in_groups = _recommended(_predictions(dataclasses.replace(job, group_size=other_groups), costs))
         if recommended.seconds <= _ABOUT * in_groups.seconds:
             in_groups = None

@@ -89,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
         compute_seconds = _compute_seconds(args)
         make = estimate_command.maker_of(args.model)
         gradients = gradients_of(make, codecs)
-        groups = functools.partial(_size_of_groups, args.exchange_group_size)
+        groups = functools.partial(size_of_groups, args.exchange_group_size)
         ExchangeGroups.of(args.exchange_group_size, [""] * args.replicas)  # Refuses unequal groups.
     except (ValueError, TypeError, OSError, ImportError) as error:
         logging.error("%s", error)
         return 1
     job = Job(args.replicas, args.link, compute_seconds, args.forward_share, gradients, groups)
-    other_groups = functools.partial(_size_of_groups, "auto") if args.exchange_group_size is None else None
+    other_groups = functools.partial(size_of_groups, "auto") if args.exchange_group_size is None else None
     plan = plan_job(job, costs, other_groups)
     print_plan(plan, job, costs)
     if args.json is not None:
@@ -134,7 +134,7 @@ def _row(prediction: Any) -> dict[str, Any]:
 
 
 def _check_names(codecs: Sequence[str]) -> None:
-    from tfdist.strategies.compression import from_name
+    from tfdist.strategies.compression import NAMES, from_name
 
     if "auto" in codecs:
         raise ValueError(
@@ -142,7 +142,13 @@ def _check_names(codecs: Sequence[str]) -> None:
             "compression='auto' may choose."
         )
     for name in codecs:
-        from_name(name)
+        try:
+            from_name(name)
+        except ValueError:
+            raise ValueError(
+                f"--compression lists codecs to compare ({', '.join(NAMES)}; powersgd and topk also with a number, as "
+                f"in powersgd(4)), got {name!r}. Correct this name."
+            ) from None
 
 
 def _check_costs(costs: ExchangeCosts, codecs: Sequence[str]) -> None:
@@ -156,7 +162,7 @@ def _check_costs(costs: ExchangeCosts, codecs: Sequence[str]) -> None:
         )
 
 
-def _size_of_groups(asked: int | str | None, replicas: int) -> int | None:
+def size_of_groups(asked: int | str | None, replicas: int) -> int | None:
     """Returns the size of groups as the strategy makes them; `None` where it makes none, or they would be unequal."""
     from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
 

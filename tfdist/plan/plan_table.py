@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import rich.console
 import rich.table
 
-from tfdist.plan.exchange_costs import NONE, ExchangeCosts
+from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts
 from tfdist.plan.job_plan import Job, JobPlan, assumptions
 from tfdist.plan.step_prediction import Prediction
 from tfdist.readable_numbers import counted, percent, size, step_time
@@ -25,7 +25,7 @@ def print_plan(plan: JobPlan, job: Job, costs: ExchangeCosts) -> None:
     console.print(table)
     console.print(f"Recommended: {_advice(plan.recommended)}.")
     if plan.in_groups is not None:
-        console.print(f"Faster on CPUs: exchange_group_size='auto' with {_advice(plan.in_groups)}.")
+        console.print(_advice_on_groups(plan.in_groups, is_measured=costs is not DEFAULT_COSTS))
     console.print(_curve(plan))
     console.print("\n".join(assumptions(job, costs)), highlight=False)
 
@@ -33,6 +33,16 @@ def print_plan(plan: JobPlan, job: Job, costs: ExchangeCosts) -> None:
 def _advice(prediction: Prediction) -> str:
     option = "no compression" if prediction.codec == NONE else f"compression={prediction.codec!r}"
     return f"{option}. Predicted step: {step_time(prediction.seconds)}"
+
+
+def _advice_on_groups(prediction: Prediction, is_measured: bool) -> str:
+    """Recommends groups for CPUs. Names a codec and a time only if the costs of codecs are those of CPUs."""
+    if is_measured:
+        return f"Faster on CPUs: exchange_group_size='auto' with {_advice(prediction)}."
+    return (
+        "Workers on CPUs are probably faster with exchange_group_size='auto'. For the time of their steps, measure "
+        "codecs with `tfdist bench --workers 2 --json FILE`, and give the file to --calibration."
+    )
 
 
 def _curve(plan: JobPlan) -> rich.table.Table:
