@@ -28,6 +28,7 @@ _MIN_STEPS = 3
 _WARMUP_STEPS = 4  # DDP rearranges its buckets after the first step, and PowerSGD starts at the third.
 _START_SECONDS = 180.0
 _BLOCK_SECONDS, _BLOCK_TIMES = 300.0, 10.0  # Deadline of a block: at least these seconds, or times its expected time.
+_CHOICE_SECONDS = 900.0  # Deadline of the choice of codecs: up to 160 steps, and the time to compile each codec.
 _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
 
 
@@ -290,7 +291,9 @@ class Cast:
 
     def _probe(self, name: str, link: str, dilation: float) -> float:
         """Seconds of one step, to plan the size of blocks. A variant that chooses codecs makes its choice before."""
-        anew = {"renew": True} if name in self._choosing else {}
+        anew: dict[str, Any] = {}
+        if name in self._choosing:
+            anew = {"renew": True, "timeout_seconds": _CHOICE_SECONDS}
         answers = self._train(name, alone=False, warmup=1, steps=1, dilation=dilation, **anew)
         if answers and (trials := answers[0].trials):
             self._found[link, name].trials = trials
