@@ -1,5 +1,6 @@
 """`tfdist plan`: predicted steps by the rules of an all-reduce, the calibration, and the command."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -15,6 +16,7 @@ from tfdist.plan import plan_command
 from tfdist.plan.bucket_traffic import traffic_of
 from tfdist.plan.exchange_costs import DEFAULT_COSTS, NONE, ExchangeCosts, costs_of_bench
 from tfdist.plan.job_plan import Job, plan_job
+from tfdist.plan.plan_table import print_plan
 from tfdist.plan.planned_buckets import Gradient, PlannedBucket, fill_planned_buckets
 from tfdist.plan.run_compute import compute_seconds_of
 from tfdist.plan.step_prediction import PlannedStep, predict_step
@@ -194,6 +196,16 @@ def test_a_prime_number_of_replicas_has_no_groups_to_recommend(replicas, size):
     plan = plan_job(Job(replicas, 1e10, 0.1, 1 / 3, {NONE: TENSORS}), DEFAULT_COSTS, groups)
     assert groups(replicas) == size
     assert (plan.in_groups is None) == (size is None)
+
+
+@pytest.mark.unit
+def test_the_advice_on_groups_names_a_time_only_with_measured_costs(capsys):
+    job, groups = Job(256, 1e10, 0.1, 1 / 3, {NONE: TENSORS}), {256: 16}.get
+    for costs, times in (DEFAULT_COSTS, 1), (dataclasses.replace(DEFAULT_COSTS, source="measured"), 2):
+        print_plan(plan_job(job, costs, groups), job, costs)
+        out = " ".join(capsys.readouterr().out.split())
+        assert "exchange_group_size='auto'" in out
+        assert out.count("Predicted step:") == times
 
 
 def bench_result(path, rows):

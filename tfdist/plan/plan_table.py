@@ -36,7 +36,7 @@ def _advice(prediction: Prediction) -> str:
 
 
 def _advice_on_groups(prediction: Prediction, is_measured: bool) -> str:
-    """Recommends groups for CPUs. Names a codec and a time only if the costs of codecs are those of CPUs."""
+    """Recommends groups. Names a codec and a time only with measured costs: the default ones are of a GPU."""
     if is_measured:
         return f"Faster on CPUs: exchange_group_size='auto' with {_advice(prediction)}."
     return (
