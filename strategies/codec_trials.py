@@ -13,7 +13,7 @@ TensorFlow.
 import dataclasses
 import math
 import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist.strategies.codec_mixtures import MeasuredStep, MixtureModel, UnitBytes, mixtures
@@ -190,26 +190,32 @@ class CodecTrials:
             rivals = [choice for choice in [raw, *coded] if times[choice] <= close * min(times.values())]
             if len(rivals) == 1:
                 break
-        best = min(times, key=times.__getitem__)
-        chosen = next(each for each in times if times[each] <= _EQUAL * times[best])
+        chosen = _least_lossy(times)
         if chosen != raw:
-            measured = MeasuredStep(times[raw], times[raw] - exposed)
-            for choice in self._promising(measured, times, chosen):
-                numbers = yield from _trial(choice, times[best])
-                samples[choice] = [each.seconds for each in numbers]
-                times[choice] = statistics.median(samples[choice])
-                if not expected and times[choice] < times[best]:
-                    # The steps of a new program become faster, so the earlier trial may not compare.
-                    numbers = yield from _trial(best, times[choice])
-                    samples[best] = [each.seconds for each in numbers]
-                    times[best] = statistics.median(samples[best])
-                if times[choice] <= _EQUAL * times[best]:
-                    chosen = choice
-                    break
+            chosen = yield from self._mix(times, exposed, chosen, is_new=not expected)
         told = ", ".join(f"{self._alternatives.describe(each)} {_ms(times[each])}" for each in times)
         others = [seconds for choice, seconds in times.items() if choice != chosen]
         is_sure = min(others, default=math.inf) > _UNSURE * times[chosen]
         return chosen, f"a step takes with {told}", is_sure
+
+    def _mix(
+        self, times: dict[Choice, float], exposed: float, chosen: Choice, *, is_new: bool
+    ) -> Generator[TrialOrder, Numbers, Choice]:
+        """Tries mixtures of codecs, and returns the best choice. Adds the times of trials to `times`.
+
+        `exposed` is the wait for the exchange without a codec, and `chosen` the choice without mixtures.
+        """
+        raw = times[self._alternatives.uncompressed]
+        for choice in self._promising(MeasuredStep(raw, raw - exposed), times, chosen):
+            best = min(times, key=times.__getitem__)
+            times[choice] = _median((yield from _trial(choice, times[best])))
+            if is_new and times[choice] < times[best]:
+                # The steps of a new program become faster, so the earlier trials may not compare.
+                for each in dict.fromkeys([best, chosen]):
+                    times[each] = _median((yield from _trial(each, times[choice])))
+            if times[choice] <= _EQUAL * min(times.values()):
+                return choice
+        return _least_lossy(times)
 
     def _promising(self, raw: MeasuredStep, times: dict[Choice, float], chosen: Choice) -> list[Choice]:
         """Returns mixtures that encode fewer groups than a choice, but should be as fast; the least lossy first."""
@@ -255,6 +261,16 @@ def _trial(choice: Choice, fastest: float, lag: int = _LAG) -> Generator[TrialOr
         is_hopeless = min(each.seconds for each in taken) > _HOPELESS.get(len(taken), math.inf) * fastest
         if is_hopeless or _is_enough([each.seconds for each in taken]):
             return taken
+
+
+def _median(numbers: Sequence[Numbers]) -> float:
+    """Returns the median duration of steps, in seconds."""
+    return statistics.median(each.seconds for each in numbers)
+
+
+def _least_lossy(times: Mapping[Choice, float]) -> Choice:
+    """Returns the first of the choices that are as fast as the fastest one."""
+    return next(each for each in times if times[each] <= _EQUAL * min(times.values()))
 
 
 def _is_enough(seconds: Sequence[float]) -> bool:

@@ -248,6 +248,21 @@ def test_a_mixture_is_not_chosen_because_the_program_has_become_faster():
     assert mixed and training.is_final
 
 
+def test_trials_of_mixtures_can_change_the_codec():
+    link, (raw, float16, int8), mixed = on_link(2.5e9, 0.18), GROUPED.all_uniform(), []
+
+    def seconds(choice):
+        if choice not in (raw, float16, int8):
+            mixed.append(choice)
+            return 0.97 * link(float16)
+        # Later steps show that int8 is faster by far.
+        return {raw: link(raw), float16: link(float16), int8: (0.8 if mixed else 0.99) * link(float16)}[choice]
+
+    training = Training(seconds, lambda choice: link(choice) - 0.18, GROUPED)
+    assert training.run(150) == int8
+    assert mixed and training.is_final
+
+
 def test_all_layers_are_encoded_on_a_slow_link():
     seconds = on_link(1e8, 0.1)
     training = Training(seconds, lambda choice: seconds(choice) - 0.1, GROUPED)
