@@ -740,3 +740,19 @@ def test_a_group_that_cannot_start_leaves_nothing_running(tmp_path):
     with pytest.raises(ClusterError, match="could not be started"):
         group.start()
     assert group.running == () and group.not_started == 0
+
+
+def test_a_worker_that_cannot_be_started_again_keeps_no_descriptors(tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    group = WorkerGroup([str(program)], [ClusterSpec.local(1, 0, free_ports(1))], log_dir=tmp_path)
+    group.start()
+    eventually(lambda: (group.poll(), group.exits)[1])
+    group.forget(0)
+    program.unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ClusterError, match="could not be started"):
+        group.start_again(0)
+    assert len(os.listdir("/proc/self/fd")) == before and group.running == ()
+    group.kill()

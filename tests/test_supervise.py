@@ -19,15 +19,17 @@ import pytest
 from launched import DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import TFConfigError
-from tfdist.events.event_file import ASKED, read_events, read_header
+from tfdist.events.event_file import ASKED, FORMAT, read_events, read_header
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, SAVE, START, TRACING
 from tfdist.launch import WorkerExit, supervisor
 from tfdist.launch.late_workers import LateWorkers
 from tfdist.launch.stopped_workers import StoppedWorkers
+from tfdist.members_record import MembersRecord
 from tfdist.report.goodput import AGAIN, LOST, REST, RESTART, UNRECORDED
 from tfdist.report.goodput_table import account_of
 from tfdist.report.recorded_run import read_run
 from tfdist.report.report_command import lines_of
+from tfdist.run_files import RunFiles
 
 PREEMPTED = 75
 TENSORFLOW_SECONDS = 400
@@ -123,6 +125,19 @@ def test_a_job_that_commits_is_restarted_without_limit(run):
     assert code == 0 and attempts(run) == [1] * 5
     assert [each["committed"] for each in failure(run)["attempts"]] == [k * 10 for k in range(5)]
     assert " in " not in "".join(line for line in err.splitlines() if "starting again" in line)  # no pauses
+
+
+def test_commits_count_as_progress_even_if_peers_tell_the_step_of_a_kill(run):
+    body = f"""
+        header = dict(format={FORMAT!r}, worker=worker, ns=1, time=time.time() + 60, why="asked", step=attempt * 10)
+        (run_dir / f"attempt-{{attempt}}" / f"events-{{worker}}.jsonl").write_text(json.dumps(header) + "\\n")
+        commit(attempt * 10)
+        meet()
+        if attempt < 4: time.sleep(60) if worker == 0 else die()
+    """
+    code, err = finish(run, 2, body, restarts=1)
+    assert code == 0 and attempts(run) == [2] * 5, err
+    assert [each["failure"]["step"] for each in failure(run)["attempts"][1:4]] == [10, 20, 30]
 
 
 def test_an_old_commit_does_not_count_as_progress(run):
@@ -288,6 +303,10 @@ def test_files_of_the_previous_run_are_moved_aside(run):
     assert finish(run, 3, "commit(5)\nsys.exit(1)", restarts=0)[0] == 1
     logs = [f"attempt-0/worker-{worker}.log" for worker in range(3)]
     assert files() == sorted(["committed", "failure.json", "run.json", *logs])
+    # As in a job that goes on without lost workers; otherwise the next run would take itself for one.
+    RunFiles(run.logs).tell_of_members(0, MembersRecord([0], {}, {}, {}, 60.0))
+    logs.append("attempt-0/earlier-failure-1.json")
+    (run.logs / logs[-1]).write_text("{}")
     (run.logs / "attempt-0" / "mine.txt").write_text("kept")
     assert finish(run, 1, "print((run_dir / 'committed').exists())")[0] == 0
     own = ["attempt-0/mine.txt", "attempt-0/worker-0.log", "run.json"]
@@ -422,6 +441,29 @@ def test_a_worker_that_reports_a_failure_but_still_runs_has_failed(run):
     code, err = finish(run, 2, body, "--grace-seconds", 1, restarts=0)
     assert code == 1 and "worker 1 raised ValueError: on purpose" in err and "but still runs" in err
     assert failure(run)["worker"] == 1 and failure(run)["attempts"][0]["seconds"] < 60
+
+
+def test_a_member_that_reports_a_failure_but_still_runs_starts_again_alone(run):
+    body = """
+        import tfdist, threading
+        from tfdist.members_record import MembersRecord
+        from tfdist.run_files import RunFiles
+        is_first = not (here / "first").exists()
+        if worker == 0:
+            RunFiles(run_dir).tell_of_members(0, MembersRecord([0, 1], {1: 1}, {1: 1}, {}, 60.0))
+            meet()
+            while not (here / "second").exists(): time.sleep(0.01)
+        elif not is_first:
+            (here / "second").touch()
+        else:
+            (here / "first").touch()
+            meet()
+            threading.Thread(target=time.sleep, args=(100,)).start()
+            raise RuntimeError("on purpose")
+    """
+    code, err = finish(run, 2, body, "--grace-seconds", 1)
+    assert code == 0 and attempts(run) == [2], err
+    assert "worker 1 reported a failure, but still runs; killing it" in err and "starting worker 1 again" in err
 
 
 def test_workers_that_still_run_after_others_ended_are_named():

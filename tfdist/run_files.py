@@ -162,12 +162,14 @@ class RunFiles:
     def for_user(self) -> list[pathlib.Path]:
         """The paths of the files that stay in the folder of the run for the user, such as logs and failure reports."""
         of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl", "telemetry-*.jsonl", "times-*.bin")
-        of_attempts = (*of_workers, "stragglers.jsonl")
+        of_attempts = (*of_workers, "earlier-failure-*.json", "stragglers.jsonl")
         patterns = (*(f"attempt-*/{name}" for name in of_attempts), self.summary.name, self.outcome.name, PAGE)
         return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
 
     def forget_messages(self) -> None:
         """Removes the files by which workers and supervisor have talked, as they would mislead the next run."""
-        messages = (*self.run_dir.glob("attempt-*/make-room"), self.run_dir / "committed", self.restored)
-        for path in (*messages, *self.all_done_with):
+        of_attempts = [
+            path for name in ("make-room", "members.json") for path in self.run_dir.glob(f"attempt-*/{name}")
+        ]
+        for path in (*of_attempts, self.run_dir / "committed", self.restored, *self.all_done_with):
             path.unlink(missing_ok=True)

@@ -141,6 +141,11 @@ class Failure:
             return None if self.doubt else f"{self.signal} of worker {self.worker}"
         return f"stall in {self.section} of step {self.step}" if self.kind == "stall" else None
 
+    @property
+    def place_has_step(self) -> bool:
+        """Whether `place` includes the step. A commit before the next failure at such a place is then no progress."""
+        return self.step is not None and (self.kind == "stall" or (self.kind == "exception" and self.has_backups))
+
     def describe(self) -> str:
         """Describes the failure in one line: "worker 1 was killed by SIGKILL"."""
         if self.worker is None or self.kind == "start":

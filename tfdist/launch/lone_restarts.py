@@ -4,13 +4,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
+from tfdist.errors import ClusterError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.launch.absences import Absence, Absences
-from tfdist.launch.first_failure import Failure, first_failure
+from tfdist.launch.first_failure import Failure, first_failure, not_started
 from tfdist.launch.lost_workers import LostWorkers
 from tfdist.launch.restart_policy import chance_of
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
@@ -56,20 +57,22 @@ class LoneRestarts:
         for each in self._group.exits:
             if not each.returncode:
                 continue
-            failure = first_failure(self._files.run_dir, self._number, [each], [], time.time())
-            if each.returncode == PREEMPTED or self._concerns_all(each, failure):  # As in other jobs.
+            if each.returncode == PREEMPTED:  # As in other jobs.
                 return False
+            failure = first_failure(self._files.run_dir, self._number, [each], [], time.time())
+            if self._concerns_all(each, failure):
+                return False
+            self._forget(each.index)
             self._lose(each.index, failure, told)
-        due = [] if self._chief_is_done else self._policy.start_due(time.time(), told)
+        due = [] if self._chief_is_done else self._policy.start_due(time.monotonic(), told)
         for worker in due:
-            self._group.start_again(worker)
-            self._absences.start(worker, time.time())
+            self._start_again(worker, told)
         if due:
             self._on_change(self.absences)
         return bool(self._group.running)
 
     def look(self, now: float) -> bool:
-        """Ends workers that are too late, and returns whether a worker is to start at `now`."""
+        """Ends workers that are too late, and returns whether a worker is to start at `now`, on the monotonic clock."""
         told = self._files.members(self._number)
         if told is None:
             return False
@@ -86,6 +89,14 @@ class LoneRestarts:
             )
         return self._policy.is_due(now)
 
+    def end_stuck(self, stuck: Sequence[int]) -> list[int]:
+        """Kills workers that reported a failure but still run, if the others go on. Returns those that all need."""
+        if self._files.members(self._number) is None:
+            return list(stuck)
+        for worker in self._kill([worker for worker in stuck if worker]):
+            logging.error("worker %d reported a failure, but still runs; killing it", worker)
+        return [worker for worker in stuck if not worker]
+
     @property
     def _chief_is_done(self) -> bool:
         return any(each.index == 0 and each.returncode == 0 for each in self._group.exits)
@@ -95,18 +106,30 @@ class LoneRestarts:
         concerns_all = LostWorkers.concerns_all(exited.index, failure.category, is_exception=is_exception)
         return concerns_all and not self._chief_is_done
 
-    def _lose(self, worker: int, failure: Failure, told: MembersRecord) -> None:
-        """Records the end of a worker, and plans its next start."""
+    def _forget(self, worker: int) -> None:
+        """Removes the exit and the failure report of a worker that has ended, as its next process makes its own."""
         self._group.forget(worker)
-        with contextlib.suppress(OSError):  # The next start of the worker makes its own.
+        with contextlib.suppress(OSError):
             self._files.report(self._number, worker).rename(self._files.earlier_report(self._number, worker))
+
+    def _start_again(self, worker: int, told: MembersRecord) -> None:
+        """Starts a worker again alone. If its process cannot be started, the job goes on without it."""
+        try:
+            self._group.start_again(worker)
+        except ClusterError as error:
+            self._lose(worker, not_started(self._number, worker, error, time.time()), told)
+        else:
+            self._absences.start(worker, time.time())
+
+    def _lose(self, worker: int, failure: Failure, told: MembersRecord) -> None:
+        """Records the end of a worker, or a start that failed, and plans its next start."""
         logging.error("%s; the others go on without it", failure.describe())
         if self._chief_is_done:
             logging.warning("worker 0 is done, so worker %d does not start again", worker)
             return
         was_killed = failure.kind == "signal"
         chance = chance_of(failure.category, is_exception=failure.kind == "exception", has_commit=True)
-        pause = self._policy.lose(worker, time.time(), failure.place, told, was_killed=was_killed, chance=chance)
+        pause = self._policy.lose(worker, time.monotonic(), failure.place, told, was_killed=was_killed, chance=chance)
         self._absences.lose(worker, failure.host, failure.time, failure.describe(), told)
         if pause is None:
             logging.error("worker %d has no restarts left; the job goes on without it", worker)

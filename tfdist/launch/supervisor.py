@@ -14,7 +14,7 @@ from absl import logging
 from tfdist.backup import backup_cleanup
 from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec, check_bindable
 from tfdist.cluster.ports import HeldPorts, hold_ports
-from tfdist.errors import TFConfigError, TfdistError
+from tfdist.errors import ClusterError, TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
 from tfdist.launch.attempt_watch import AttemptWatch
@@ -133,7 +133,11 @@ class Supervisor:
           ClusterError: If a worker cannot be ended.
         """
         while True:
-            attempt = self._run_attempt(len(self._attempts.ended))
+            try:
+                attempt = self._run_attempt(len(self._attempts.ended))
+            except ClusterError:
+                self._attempts.write("failed", 1)
+                raise
             self._release_ports()
             self._attempts.add(attempt)
             size = self._size.current
@@ -237,14 +241,14 @@ class Supervisor:
             if not wants_room and self._size.is_due(now - start):
                 wants_room = True
                 self._ask_for_room(number)
-            return bool(lone.look(now) or self._stuck(group, number))
+            return bool(lone.look(time.monotonic()) or lone.end_stuck(self._stuck(group, number)))
 
         while True:
             group.wait(until=look)
-            if caught or not lone.goes_on() or self._stuck(group, number):
+            if caught or not lone.goes_on() or lone.end_stuck(self._stuck(group, number)):
                 break
         codes = {each.returncode for each in group.exits}
-        stuck = self._stuck(group, number)
+        stuck = lone.end_stuck(self._stuck(group, number))
         if caught:
             exit_code = self._stop_by_signal(group)
             return ended("stopped" if exit_code else "done", exit_code)
@@ -345,7 +349,7 @@ class Supervisor:
         if attempt.progressed:
             # A commit between two failures at the same place is no progress if the attempt repeated committed steps,
             # or if the place includes a step.
-            is_same = failure is not None and (attempt.again or failure.step is not None)
+            is_same = failure is not None and (attempt.again or failure.place_has_step)
             self._restarts.progress(but=failure.place if failure and is_same else None)
         if attempt.outcome in ("done", "stopped"):
             return None
@@ -356,13 +360,13 @@ class Supervisor:
             if attempt.progressed:
                 self._size.regrow()
                 return 0.0
-            return self._restarts.pause(time.time())
+            return self._restarts.pause(time.monotonic())
         chance = self._chance(attempt, failure)
         if chance != Chance.NEVER and self._size.failed(
             failure.culprit, started=failure.kind != "start", progressed=attempt.progressed
         ):
             self._restarts.progress()  # A smaller job gets its own number of restarts.
-        return self._restarts.pause(time.time(), failure.place, chance)
+        return self._restarts.pause(time.monotonic(), failure.place, chance)
 
     def _chance(self, attempt: Attempt, failure: Failure) -> Chance:
         """Returns how often to restart the job after this failure."""

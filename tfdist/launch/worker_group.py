@@ -148,10 +148,23 @@ class WorkerGroup:
           ClusterError: If the process cannot be started.
         """
         place = next(i for i, spec in enumerate(self._specs) if spec.worker_id == index)
-        self._start_worker(self._specs[place], self._own_env(self._slots[place]) if self._slots else {})
-        if self._guard:
-            self._guard.watch(process.pid for process in self._running.values())
-        self._outputs[index].begin()
+        try:
+            self._start_worker(self._specs[place], self._own_env(self._slots[place]) if self._slots else {})
+            if self._guard:
+                self._guard.watch(process.pid for process in self._running.values())
+            self._outputs[index].begin()
+        except RuntimeError as error:  # A `ClusterError`, or no thread can be started.
+            if index in self._running:
+                self._reap(index)
+                self.forget(index)
+            if index in self._outputs:
+                self._outputs.pop(index).finish(0)
+            if isinstance(error, ClusterError):
+                raise
+            raise ClusterError(
+                f"The output of worker {index} could not be copied: {error}. Use fewer workers, or raise the limit of "
+                "processes and threads (`ulimit -u`)."
+            ) from error
 
     def poll(self) -> None:
         """Records workers that have ended since the last `poll`, and kills child processes that they left running.
