@@ -127,7 +127,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         transport="auto",
         fault_tolerance=None,
     ):
-        check_synchronization(synchronization, model_sharding, compression)
+        check_synchronization(synchronization, model_sharding, compression, exchange_group_size)
         policy_of(compression)  # Checks the argument before any worker waits for its peers.
         if transport not in _TRANSPORTS:
             raise ValueError(f"`transport` must be one of {', '.join(map(repr, _TRANSPORTS))}, got {transport!r}.")
@@ -154,7 +154,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         keep_unless_sharded(model_sharding)
         tf.distribute.Strategy.__init__(self, extended)
         extended.shard(model_sharding, shard_group_size)
-        extended.exchange_in_groups(exchange_group_size)
+        if not tolerates:
+            extended.exchange_in_groups(exchange_group_size)
         extended.exchange_beside_steps(synchronization)
         extended.compress(compression, time_exchanges)
         extended.train_locally(None if tolerates else synchronization)
@@ -166,7 +167,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if elastic_cluster is not None:
             extended.write_files_on_chief(elastic_cluster.is_chief)
             self.elastic = ElasticTraining(synchronization, elastic_cluster, self)
-        watchdog.start_alone(self)
+        watchdog.start_alone(self, has_peers=elastic_cluster is not None)
 
     def row_report(self):
         """Returns the rows that each worker has trained on, with `tolerate_lost_workers`; else `None`."""

@@ -19,6 +19,7 @@ from certificates import Authority
 from launched import SCRIPTS, eventually, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError, WorkerLostError
+from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
 from tfdist.launch.absences import Absence, Absences
 from tfdist.launch.lone_restarts import LoneRestarts
@@ -26,9 +27,14 @@ from tfdist.launch.lost_workers import LostWorkers
 from tfdist.launch.restart_policy import Chance
 from tfdist.launch.worker_group import WorkerExit
 from tfdist.members_record import MembersRecord
+from tfdist.network.handshake import RefusedError, introduce
 from tfdist.network.tls import TLS_VARIABLES, Tls
 from tfdist.run_files import RunFiles
+from tfdist.strategies.elastic import member_link, round_member
 from tfdist.strategies.elastic.elastic_input import own_rows
+from tfdist.strategies.elastic.elastic_start import setup_of_worker, take_greeting
+from tfdist.strategies.elastic.member_link import MemberLink
+from tfdist.strategies.elastic.member_role import MemberRole
 from tfdist.strategies.elastic.member_socket import MemberSocket
 from tfdist.strategies.elastic.outer_step import OuterStep
 from tfdist.strategies.elastic.round_averaging import RoundAveraging
@@ -193,13 +199,42 @@ def test_a_worker_that_does_not_connect_in_time_is_killed_and_one_that_joins_is_
         lone = LoneRestarts(group, files, 0, LostWorkers(3, 600.0), changes.append)
         assert lone.goes_on() and group.exits == []  # Worker 1 was killed, and starts again at once.
         assert [len(each[0].starts) for each in changes] == [0, 1]
-        assert not lone.look(time.time())
+        assert not lone.look(time.monotonic())
         assert hangs.poll() is None
-        lone.look(time.time() + 31.0)
+        lone.look(time.monotonic() + 31.0)
         assert hangs.wait(SECONDS) == -signal.SIGKILL
     files.tell_of_members(0, MembersRecord([0, 1], {1: 2}, {1: 2}, {(1, 1): 8}, start_seconds=30.0))
-    lone.look(time.time())
+    lone.look(time.monotonic())
     assert (changes[-1][0].has_joined, changes[-1][0].missed_steps) == (True, 8) and len(changes) == 3
+
+
+@pytest.mark.unit
+def test_a_worker_whose_process_cannot_be_started_again_does_not_end_the_job(tmp_path):
+    files, changes = RunFiles(tmp_path), []
+    files.attempt(0).mkdir()
+    files.tell_of_members(0, told({1: 1}))
+
+    def refuse(index):
+        raise ClusterError("Worker 1 could not be started: Resource temporarily unavailable.")
+
+    group = types.SimpleNamespace(running=(0,), exits=[WorkerExit(1, -9, 1, time.time())])
+    group.forget, group.start_again = lambda index: group.exits.clear(), refuse
+    policy = LostWorkers(limit=1, window_seconds=600.0)
+    lone = LoneRestarts(group, files, 0, policy, changes.append)
+    assert lone.goes_on() and policy.is_due(time.monotonic())  # Of the limit for failures, not of that for kills.
+    assert lone.goes_on() and not policy.is_due(time.monotonic() + 100.0)  # No restart is left.
+    (absence,) = changes[-1]
+    assert not absence.starts
+    assert ["could not be started" in reason for reason in absence.reasons] == [False, True, True]
+
+
+@pytest.mark.unit
+def test_a_worker_that_has_saved_and_left_ends_the_attempt(tmp_path):
+    files = RunFiles(tmp_path)
+    files.attempt(0).mkdir()
+    files.tell_of_members(0, told({1: 1}))
+    group = types.SimpleNamespace(running=(1,), exits=[WorkerExit(0, PREEMPTED, 1, time.time())])
+    assert not LoneRestarts(group, files, 0, LostWorkers(3, 600.0), lambda _: None).goes_on()
 
 
 @pytest.mark.unit
@@ -218,6 +253,9 @@ def test_options_that_exclude_each_other_are_refused(kind):
         kind(every=4, tolerate_lost_workers=1)
     with pytest.raises(ValueError, match="compress"):
         check_synchronization(kind(every=4, tolerate_lost_workers=True), None, "int8")
+    with pytest.raises(ValueError, match="exchange_group_size=2"):
+        check_synchronization(kind(every=4, tolerate_lost_workers=True), None, None, 2)
+    check_synchronization(kind(every=4), None, None, 2)
     with pytest.raises(ValueError, match="all weights synchronize at once"):
         tfdist.DiLoCo(every=4, fragments=2, tolerate_lost_workers=True)
     with pytest.raises(ValueError, match="all weights synchronize at once"):
@@ -371,6 +409,37 @@ def test_messages_travel_in_both_directions_at_once(ends):
 def test_a_peer_that_takes_no_bytes_ends_the_sending(ends):
     with pytest.raises(TimeoutError, match="has taken no bytes"):
         ends[0].send_all(bytes(100_000_000))
+
+
+def test_delivery_is_awaited_until_the_peer_takes_the_bytes(ends):
+    own, other = ends
+    own._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
+    content = bytes(1 << 20)  # More than the peer's kernel keeps.
+    own.send_all(content)
+    with pytest.raises(TimeoutError, match="has taken no bytes"):
+        own.await_delivery()
+    taking = threading.Thread(target=other.receive_exactly, args=[len(content)])
+    taking.start()
+    own.await_delivery()
+    taking.join(SECONDS)
+    assert not taking.is_alive()
+    own.close()
+    with pytest.raises(ConnectionError, match="was closed"):
+        own.await_delivery()
+
+
+def test_a_sign_of_life_that_cannot_be_sent_ends_the_connection(monkeypatch):
+    ended = []
+
+    def fail(*_):
+        raise TimeoutError("the peer has taken no bytes")
+
+    monkeypatch.setattr(member_link, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(member_link, "send_message", fail)
+    own, other = connected(False, None)
+    with own, other:
+        MemberLink(own, SECONDS, lambda *_: None, lambda _, why: ended.append(why))
+        assert eventually(lambda: ended)
 
 
 class Job:
@@ -531,6 +600,86 @@ def test_a_member_that_is_late_is_left_out(job):
 def test_a_missing_worker_is_named_at_the_start(job):
     with pytest.raises(WorkerLostError, match=r"worker 1 at .*worker 2 at"):
         job.chief.await_workers(0, [1, 2], 0.2)
+
+
+def test_weights_that_arrive_slowly_count(job):
+    members = {worker: job.member(worker) for worker in (1, 2)}
+    job.chief.await_workers(0, [1, 2], SECONDS)
+    job.chief.welcome([1, 2], Message("state", {"fit": 0}))
+    sent = []
+    own, other = socket.socketpair()
+    with own, other:  # Only to make the bytes of the message.
+        send_message(MemberSocket(own, SECONDS), Message("weights", {"place": [0, 0, 4]}, [np.ones(8)]))
+        own.shutdown(socket.SHUT_WR)
+        while piece := other.recv(1 << 16):
+            sent.append(piece)
+    content = b"".join(sent)
+    slow = members[1]._link
+
+    def send():
+        with slow._lock:  # No sign of life in between.
+            for start in range(0, len(content), 20):
+                slow._socket.send_all(content[start : start + 20])
+                time.sleep(0.3)
+
+    threading.Thread(target=send).start()
+    assert eventually(lambda: job.chief._links[1].is_receiving)
+    parts = job.chief.gather("weights", [0, 0, 4], 0.1)
+    assert list(parts) == [1] and job.chief.members == [1]  # Worker 2 has sent nothing.
+
+
+def test_a_worker_whose_host_has_ended_is_not_awaited(job):
+    job.member(1)
+    assert eventually(lambda: job.chief.joining(0) == [1])
+    silent = job.member(2, fit=-1)
+    assert eventually(lambda: job.chief.joining(-1) == [2])
+    job.chief._links[2]._socket.heard = -np.inf
+    silent._link._is_closed.set()  # It sends no sign of life any more.
+    assert job.chief.await_workers(0, None, 10 * SECONDS) == [1]
+
+
+def test_a_member_leaves_although_worker_0_has_ended(job):
+    member = job.member(1)
+    job.chief.await_workers(0, [1], SECONDS)
+    job.chief._links[1].close()
+    with pytest.raises(WorkerLostError):
+        while True:
+            member.send(Message("progress", {"rows": 1}))
+    role = types.SimpleNamespace(_member=member)
+    MemberRole.end_fit(role, types.SimpleNamespace(is_over=False, number=0))
+
+
+def test_worker_0_may_end_during_a_handshake(job, monkeypatch):
+    failures = [RefusedError("the TLS handshake failed (unexpected end)")] * 2
+
+    def introduced(*arguments):
+        if failures:
+            raise failures.pop()
+        introduce(*arguments)
+
+    monkeypatch.setattr(round_member, "introduce", introduced)
+    job.member(1)
+    assert not failures
+    monkeypatch.setattr(round_member, "_REFUSED_SECONDS", 0.1)
+    failures += [RefusedError("it uses TLS, but this worker does not")] * 1000
+    with pytest.raises(ClusterError, match=r"must admit each worker, but it uses TLS") as caught:
+        job.member(2)
+    assert not isinstance(caught.value, WorkerLostError)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_worker_with_another_cluster_learns_the_difference(workers):
+    clusters = [ClusterSpec.local(workers, worker, free_ports(workers)) for worker in (0, workers - 1)]
+    others = (*clusters[0].training_addresses[:1], "127.0.0.1:1")  # The worker knows the address of worker 0 only.
+    stranger = ClusterSpec({"worker": list(others)}, "worker", 1)
+    setups = [setup_of_worker(tfdist.LocalSGD(every=4), 1, cluster) for cluster in (clusters[0], stranger)]
+    greeting = Message("greeting", {"setup": setups[0], "random": []})
+    chief = RoundChief(clusters[0], SILENCE_SECONDS, greeting, lambda *_: None, lambda _: None)
+    member = RoundMember(stranger, SECONDS, SILENCE_SECONDS)
+    with pytest.raises(ClusterError, match=r"same cluster in TF_CONFIG.*127\.0\.0\.1:1\. Give"):
+        take_greeting(member.hear("greeting"), setups[1], 1)
+    member.close()
+    assert chief.members == []
 
 
 def test_a_fit_that_worker_0_does_not_begin_is_an_error(job):

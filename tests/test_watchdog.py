@@ -576,7 +576,10 @@ def test_a_worker_that_trains_alone_has_its_index_of_tf_config(monkeypatch):
     watchdog.start_alone(Lone())
     monkeypatch.delenv("TF_CONFIG")
     watchdog.start_alone(Lone())
-    assert [(board.worker, board.others) for board in started] == [(2, []), (0, [])]
+    monkeypatch.setattr(watchdog, "is_supervised", lambda: False)
+    watchdog.start_alone(Lone())
+    watchdog.start_alone(Lone(), has_peers=True)
+    assert [(board.worker, board.others) for board in started] == [(2, []), (0, []), (0, [])]
 
 
 def test_training_alone_on_one_worker_keeps_the_numbers_of_watchdogs_equal():

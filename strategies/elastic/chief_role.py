@@ -68,7 +68,9 @@ class ChiefRole(FitRole):
         else:
             joining = self._chief.joining(fit.number)
         if joining:
-            self._chief.welcome(joining, self._state(fit, model))
+            state = self._state(fit, model)
+            with self.waiting():
+                self._chief.welcome(joining, state)
             if not is_first:
                 logging.warning("worker %s has joined", ", ".join(map(str, joining)))
         self._chief.present = Message("place", _place_fields(fit))
@@ -103,7 +105,8 @@ class ChiefRole(FitRole):
         fields = {"fit": fit.number, "has_optimizer": True, "ledger": self.averaging.ledger.to_json()}
         over = Message("over", fields, arrays)
         self._ended.note(model, over)
-        self._chief.end_fit(fit.number, over)
+        with self.waiting():
+            self._chief.end_fit(fit.number, over)
         logging.info("%s", self.averaging.ledger.report(self._workers).describe())
 
     @property

@@ -32,10 +32,16 @@ def cluster_by_itself(cluster_resolver: Any) -> ClusterSpec | None:
     return cluster if cluster is not None and cluster.num_workers > 1 else None
 
 
-def setup_of_worker(synchronization: Synchronization, devices: int) -> dict[str, Any]:
+def setup_of_worker(synchronization: Synchronization, devices: int, cluster: ClusterSpec) -> dict[str, Any]:
     """Returns what must be equal on all workers, as JSON."""
     versions = {package: version_of(package) for package in _PACKAGES}
-    return {"synchronization": described(synchronization), "devices": devices, "versions": versions}
+    addresses = list(cluster.training_addresses)
+    return {
+        "addresses": addresses,
+        "synchronization": described(synchronization),
+        "devices": devices,
+        "versions": versions,
+    }
 
 
 def greeting_of(setup: Mapping[str, Any]) -> Message:
@@ -50,6 +56,12 @@ def take_greeting(greeting: Message, setup: Mapping[str, Any], worker: int) -> N
       ClusterError: If worker 0 has another setup.
     """
     said = greeting.fields
+    own, others = setup["addresses"], said["setup"]["addresses"]
+    if own != others:
+        raise ClusterError(
+            f"All workers need the same cluster in TF_CONFIG, but worker 0 has {', '.join(others)}, and worker "
+            f"{worker} has {', '.join(own)}. Give all workers the same addresses in the same order."
+        )
     if said["setup"] != setup:
         raise ClusterError(
             f"All workers must make equal strategies with equally many devices and versions, but worker 0 has "

@@ -67,7 +67,7 @@ class ElasticTraining:
         self._devices = devices = len(strategy.extended.worker_devices)
         silence_seconds = _BEATS_MISSED * strategy.fault_tolerance.heartbeat_timeout_seconds
         role = ChiefRole if self.worker == 0 else MemberRole
-        setup = setup_of_worker(synchronization, devices)
+        setup = setup_of_worker(synchronization, devices, cluster)
         self._role: FitRole = role(synchronization, strategy, cluster, silence_seconds, setup)
         strategy.reports.are_local = True
         strategy.reports.place = range(self.worker * devices, (self.worker + 1) * devices), self.workers * devices

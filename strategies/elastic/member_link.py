@@ -51,10 +51,20 @@ class MemberLink:
         """Whether the peer has sent nothing for too long."""
         return time.monotonic() - self._socket.heard > self._silence_seconds
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a message is arriving, which may take long on a slow link."""
+        return self._socket.is_in_message
+
     def send(self, message: Message) -> None:
         """Sends a message. Raises `OSError` if the connection fails, or the peer takes nothing for too long."""
         with self._lock:
             send_message(self._socket, message)
+
+    def send_last(self, message: Message) -> None:
+        """Sends a message, and waits until the peer's kernel has it, so that this process may end. Raises `OSError`."""
+        self.send(message)
+        self._socket.await_delivery()
 
     def close(self) -> None:
         """Ends the connection, so that the peer notices it."""
@@ -85,6 +95,8 @@ class MemberLink:
                 try:
                     send_message(self._socket, Message(_BEAT, self._tells()))
                 except (OSError, ValueError):
+                    self._is_closed.set()
+                    self._socket.end()  # A part of the message may have been sent, so no other message can follow.
                     return
                 finally:
                     self._lock.release()

@@ -3,6 +3,7 @@
 A member joins, sends its weights and logs to worker 0, and takes its answers.
 """
 
+import contextlib
 import dataclasses
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ from absl import logging
 
 from tfdist._compat import keras_internals, keras_stack
 from tfdist.cluster import ClusterSpec
+from tfdist.errors import WorkerLostError
 from tfdist.strategies.elastic import model_state
 from tfdist.strategies.elastic.elastic_start import take_greeting
 from tfdist.strategies.elastic.fit_in_rounds import FitInRounds
@@ -103,7 +105,8 @@ class MemberRole(FitRole):
     def end_fit(self, fit: FitInRounds) -> None:
         """Leaves the `fit`, which the others continue, unless worker 0 has ended it."""
         if not fit.is_over:
-            self._member.send(Message("leave", {"fit": fit.number}))
+            with contextlib.suppress(WorkerLostError):  # Worker 0 may be done already, and nothing more is needed.
+                self._member.send(Message("leave", {"fit": fit.number}))
 
     def _joined(self, fit: FitInRounds, *kinds: str, is_warm: bool) -> Message:
         """Asks worker 0 to join a `fit`, and returns its answer: one of these kinds, or that the `fit` is over."""

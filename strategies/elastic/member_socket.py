@@ -1,9 +1,12 @@
 """A connection between worker 0 and another worker, plain or encrypted by TLS, with a limit for time without bytes."""
 
 import contextlib
+import fcntl
 import select
 import socket
 import ssl
+import struct
+import termios
 import threading
 import time
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 _RECORD_BYTES = 1 << 14  # Largest payload of a TLS record. TLS demands that a record is sent again without a change.
 _PIECE_BYTES = 1 << 20
 _WAIT_MILLISECONDS = 50
+_DELIVERY_SECONDS = 0.02
+_COUNT = struct.Struct("i")
 _WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -25,6 +30,7 @@ class MemberSocket:
 
     Attributes:
       heard: When the newest bytes arrived, on the monotonic clock.
+      is_in_message: Whether the first bytes of a message have arrived, but not yet its last ones.
     """
 
     def __init__(self, connection: socket.socket, silence_seconds: float):
@@ -34,6 +40,7 @@ class MemberSocket:
         self._lock: contextlib.AbstractContextManager[Any] = threading.Lock() if is_tls else contextlib.nullcontext()
         self._piece_bytes = _RECORD_BYTES if is_tls else _PIECE_BYTES
         self.heard = time.monotonic()
+        self.is_in_message = False
 
     def send_all(self, data: bytes | memoryview) -> None:
         """Sends all bytes.
@@ -51,6 +58,30 @@ class MemberSocket:
                 if time.monotonic() - last > self._silence_seconds:
                     raise TimeoutError(f"the peer has taken no bytes for {self._silence_seconds:g} s") from None
                 self._wait(select.POLLOUT)
+
+    def await_delivery(self) -> None:
+        """Waits until the peer's kernel has all bytes. A process that ends before may lose them.
+
+        The kernel discards them if the peer sends something to a connection that is closed already.
+
+        Raises:
+          OSError: If the connection fails, or the peer takes no bytes for too long.
+        """
+        before, last = self._unsent_bytes(), time.monotonic()
+        while unsent := self._unsent_bytes():
+            if unsent < before:
+                before, last = unsent, time.monotonic()
+            elif time.monotonic() - last > self._silence_seconds:
+                raise TimeoutError(f"the peer has taken no bytes for {self._silence_seconds:g} s")
+            time.sleep(_DELIVERY_SECONDS)
+
+    def _unsent_bytes(self) -> int:
+        """Returns the bytes that the peer's kernel has not confirmed."""
+        descriptor = self._connection.fileno()
+        if descriptor < 0:
+            raise ConnectionError("the connection was closed")
+        answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(_COUNT.size))
+        return int(_COUNT.unpack(answer)[0])
 
     def receive_exactly(self, size: int) -> bytearray:
         """Receives this many bytes, and waits for them without a limit.

@@ -1,5 +1,6 @@
 """Worker 0's end of rounds: admits members, gathers their parts, answers, and goes on without lost ones."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -18,11 +19,14 @@ from tfdist.network.handshake import NotOursError, receive
 from tfdist.network.secret import Secret
 from tfdist.network.tls import Tls
 from tfdist.strategies.elastic.member_link import MemberLink
-from tfdist.strategies.elastic.round_messages import Message
+from tfdist.strategies.elastic.member_socket import MemberSocket
+from tfdist.strategies.elastic.round_messages import Message, send_message
 
 _LINE_BYTES = 1 << 18
+_IS_SILENT = "is frozen or cut off"
 _LOOK_SECONDS = 0.5
 _LOG_SECONDS = 5.0
+_REFUSED_SECONDS = 3.0  # A closed connection would lose the greeting if the worker still sends.
 _PLACE_REMEDY = (
     "Give all workers equally many batches (a BalancedSharding, arrays, or `repeat()` and steps_per_epoch), and "
     "callbacks that end training on all of them"
@@ -99,6 +103,9 @@ class RoundChief:
         logged = time.monotonic()
         with self._changed:
             while True:
+                for worker, link in list(self._links.items()):
+                    if link.is_silent:  # Its host may have ended, which the kernel notices late.
+                        self._drop(worker, link, _IS_SILENT)
                 awaited = set(self._links) if workers is None else set(workers)
                 missing = sorted(worker for worker in awaited if self._joining.get(worker) != fit)
                 now = time.monotonic()
@@ -140,12 +147,12 @@ class RoundChief:
         """Waits until each member has sent its part of a round, and returns the parts by worker.
 
         A member that is lost meanwhile, sends nothing in time or is at another place is left out. The part of a member
-        that is lost after it has sent all of it counts.
+        that is lost after it has sent all of it counts. A part that is arriving may take longer than the patience.
 
         Args:
           kind: Kind of the messages.
           place: The place in training, equal on all members.
-          patience_seconds: How long to wait for a member that lives.
+          patience_seconds: How long to wait for a member that lives but sends nothing.
 
         Raises:
           ClusterError: If members have come to another place, and none to this one.
@@ -155,10 +162,12 @@ class RoundChief:
             while missing := [worker for worker in sorted(self._members) if worker not in self._offered]:
                 is_late = time.monotonic() > deadline
                 for worker in missing:
-                    if is_late or self._links[worker].is_silent:
-                        why = f"has sent nothing for {patience_seconds:g} s" if is_late else "is frozen or cut off"
-                        self._drop(worker, self._links[worker], why)
-                if missing and not is_late:
+                    link = self._links[worker]
+                    if link.is_silent:
+                        self._drop(worker, link, _IS_SILENT)
+                    elif is_late and not link.is_receiving:
+                        self._drop(worker, link, f"has sent nothing for {patience_seconds:g} s")
+                if self._members.intersection(missing):
                     self._changed.wait(_LOOK_SECONDS)
             parts, strays = self._take_offers(kind, place)
         for worker, (link, where) in strays.items():
@@ -215,18 +224,29 @@ class RoundChief:
             self._joining = {worker: wanted for worker, wanted in self._joining.items() if worker not in late}
             self._members = set()
             self._offered.clear()
-        self._send_all(dict.fromkeys(told, message))
+        self._send_all(dict.fromkeys(told, message), are_last=True)
 
     # The methods below run in threads of this object.
 
     def _admit(self, secret, connection):
         worker = receive(connection, secret, _LINE_BYTES)
         number, addresses = worker.get("member"), worker.get("addresses")
-        if type(number) is not int or not 0 < number < self._cluster.num_workers:
+        if type(number) is not int or not isinstance(addresses, list):
             raise NotOursError("it is not a worker of this job")
         if addresses != list(self._cluster.training_addresses):
+            self._greet_and_await_end(connection)
             raise NotOursError("it has other addresses in its TF_CONFIG")
+        if not 0 < number < self._cluster.num_workers:
+            raise NotOursError("it is not a worker of this job")
         return number
+
+    def _greet_and_await_end(self, connection):
+        """Sends the greeting to a worker with another cluster. It finds the difference there, and raises an error."""
+        with contextlib.suppress(OSError):
+            send_message(MemberSocket(connection, _REFUSED_SECONDS), self._greeting)
+            connection.settimeout(_REFUSED_SECONDS)
+            while connection.recv(_LINE_BYTES):
+                pass
 
     def _accept(self):
         while True:
@@ -328,22 +348,26 @@ class RoundChief:
                         error,
                     )
 
-    def _send(self, worker, link, message):
+    def _send(self, worker, link, message, *, is_last=False):
         try:
-            link.send(message)
+            (link.send_last if is_last else link.send)(message)
         except OSError as error:
             self._lose(worker, link, str(error))
             return False
         return True
 
-    def _send_all(self, messages: Mapping[int, Message]) -> list[int]:
-        """Sends messages to workers at the same time. Returns the workers that took theirs."""
+    def _send_all(self, messages: Mapping[int, Message], *, are_last: bool = False) -> list[int]:
+        """Sends messages to workers at the same time. Returns the workers that took theirs.
+
+        If `are_last`, waits until they have arrived, since this process may end.
+        """
         with self._changed:
             links = {worker: self._links[worker] for worker in messages if worker in self._links}
         if not links:
             return []
         with ThreadPoolExecutor(len(links)) as pool:
-            sent = pool.map(lambda worker: self._send(worker, links[worker], messages[worker]), links)
+            send = functools.partial(self._send, is_last=are_last)
+            sent = pool.map(lambda worker: send(worker, links[worker], messages[worker]), links)
             return [worker for worker, is_sent in zip(links, list(sent), strict=True) if is_sent]
 
 

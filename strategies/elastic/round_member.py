@@ -17,7 +17,7 @@ from tfdist.network.tls import connect as connect_tls
 from tfdist.strategies.elastic.member_link import MemberLink
 from tfdist.strategies.elastic.round_messages import Message
 
-_TRY_SECONDS, _RETRY_SECONDS = 3.0, 0.2
+_TRY_SECONDS, _RETRY_SECONDS, _REFUSED_SECONDS = 3.0, 0.2, 9.0
 _LOOK_SECONDS, _LOG_SECONDS = 0.5, 30.0
 
 
@@ -117,17 +117,20 @@ class RoundMember:
         host, port = split_address(self._address)
         introduction = {"member": cluster.worker_id, "addresses": list(cluster.training_addresses)}
         start = logged = time.monotonic()
+        refused: float | None = None
         while True:
             try:
                 connection = socket.create_connection((host, port), timeout=_TRY_SECONDS)
                 secured = connect_tls(tls, connection, host)
                 introduce(secured, secret, introduction)
                 return secured
-            except RefusedError as error:
-                raise ClusterError(f"Worker 0 at {self._address} must admit each worker, but {error}.") from error
+            except RefusedError as error:  # Also if worker 0 has ended during the handshake of TLS.
+                why, refused = str(error), refused or time.monotonic()
             except (OSError, NotOursError) as error:
-                why = str(error)
+                why, refused = str(error), None
             now = time.monotonic()
+            if refused is not None and now - refused > _REFUSED_SECONDS:
+                raise ClusterError(f"Worker 0 at {self._address} must admit each worker, but {why}.")
             if now - start > timeout_seconds:
                 raise WorkerLostError(
                     f"Worker 0 at {self._address} must answer within {timeout_seconds:g} s, but this worker cannot "

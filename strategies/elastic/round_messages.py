@@ -51,8 +51,10 @@ def receive_message(connection: MemberSocket) -> Message:
     header_bytes, array_bytes = _SIZES.unpack(connection.receive_exactly(_SIZES.size))
     if header_bytes > _MOST_HEADER_BYTES:
         raise ValueError(f"a header of {header_bytes} bytes is no message of tfdist")
+    connection.is_in_message = True
     header = json.loads(bytes(connection.receive_exactly(header_bytes)))
     content, arrays, offset = connection.receive_exactly(array_bytes), [], 0
+    connection.is_in_message = False
     for name, shape in header["arrays"]:
         dtype = np.dtype(tf.as_dtype(name).as_numpy_dtype)
         size = int(np.prod(shape, dtype=np.int64))

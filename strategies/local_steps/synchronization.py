@@ -130,12 +130,15 @@ class DiLoCo:
 Synchronization = LocalSGD | DiLoCo
 
 
-def check_synchronization(synchronization: Any, model_sharding: Any, compression: Any) -> None:
+def check_synchronization(
+    synchronization: Any, model_sharding: Any, compression: Any, exchange_group_size: Any = None
+) -> None:
     """Checks the `synchronization` of a strategy, and that its other arguments go together with it.
 
     Raises:
       TypeError: If it is neither `None`, a `LocalSGD` nor a `DiLoCo`.
-      ValueError: If the model is sharded, `LocalSGD` is to compress, or the codec is to be chosen automatically.
+      ValueError: If the model is sharded, `LocalSGD` is to compress, the codec is to be chosen automatically, or
+        `tolerate_lost_workers` comes with a codec or with groups.
     """
     if synchronization is None:
         return
@@ -160,6 +163,11 @@ def check_synchronization(synchronization: Any, model_sharding: Any, compression
         raise ValueError(
             f"With tolerate_lost_workers, workers send whole weights to worker 0, which compression={compression!r} "
             "does not encode. Leave one of the two out."
+        )
+    if synchronization.tolerate_lost_workers and exchange_group_size is not None:
+        raise ValueError(
+            "With tolerate_lost_workers all workers exchange with worker 0, so there are no groups, but got "
+            f"exchange_group_size={exchange_group_size!r}. Leave one of the two out."
         )
     if isinstance(compression, Auto) or (isinstance(compression, str) and compression == AUTO):
         raise ValueError(

@@ -78,6 +78,7 @@ _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 2.0
+_REPORT_SECONDS = 10.0
 _LISTENERS = 16  # Threads that ask for the words of workers.
 _ABSENCE_SECONDS = 5.0
 _TELL_SECONDS = 10.0  # Before a worker that creates a variable logs its wait.
@@ -109,9 +110,9 @@ def start(
     Watchdog(strategy, board, patience, creations, carried).start()
 
 
-def start_alone(strategy: Any) -> None:
-    """Watches the training of a strategy with one worker, if `tfdist run` can restart it."""
-    if is_supervised():
+def start_alone(strategy: Any, *, has_peers: bool = False) -> None:
+    """Watches the training of a strategy that runs by itself, if `tfdist run` can restart it or other workers wait."""
+    if has_peers or is_supervised():
         cluster = ClusterSpec.from_env()
         start(strategy, CoordinationStore(cluster.worker_id if cluster else 0, 1), Creations())
 
@@ -450,6 +451,10 @@ class Watchdog:
             f"{describe(positions)}; {blamed}. Worker {self._board.worker} ends with exit code {STALLED}. "
             f"{self._way_out(positions)}"
         )
+        # The disk of the report may hang, often the cause of the stall too.
+        end = threading.Timer(_REPORT_SECONDS, os._exit, [STALLED])
+        end.daemon = True
+        end.start()
         try:
             stacks = _written(calls)
             sys.stderr.write(f"tfdist: {message}\n{stacks}\n")
