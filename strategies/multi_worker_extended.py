@@ -21,6 +21,7 @@ from tfdist.faults.creation_watch import CreationWatch
 from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.network.peer_bytes import PeerBytes
 from tfdist.network.tls import Tls
+from tfdist.strategies.auto_compression import Auto
 from tfdist.strategies.cluster_join import join
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.collective_launcher import carrier_of
@@ -331,6 +332,6 @@ def _described(compression):
     """Describes the `compression` argument equally in every process, so without memory addresses."""
     while isinstance(compression, functools.partial):
         compression = compression.func
-    if compression is None or isinstance(compression, str | Codec):
+    if compression is None or isinstance(compression, str | Codec | Auto):
         return repr(compression)
     return getattr(compression, "__qualname__", type(compression).__qualname__)

@@ -144,6 +144,21 @@ def test_a_closed_connection_is_a_loss_only_if_its_process_has_ended():
         ours.close()
 
 
+def test_the_end_of_a_peer_is_seen_over_a_slow_link(monkeypatch):
+    def refused_late(address, timeout):
+        if timeout < 0.5:  # The round trip of the link.
+            raise TimeoutError("timed out")
+        raise ConnectionRefusedError("refused")
+
+    ours, theirs = connected_pair()
+    monkeypatch.setattr(socket, "create_connection", refused_late)
+    losses = []
+    PeerLiveness({1: ours}, ["127.0.0.1:1", "127.0.0.1:2"], losses.append)
+    theirs.close()
+    assert eventually(lambda: losses == [1])
+    ours.close()
+
+
 def connected_pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
@@ -232,6 +247,21 @@ def test_after_the_save_the_process_runs_exit_handlers_and_exits_with_75(signum)
     assert code == PREEMPTED and "No save within" not in output
     assert all(word in output for word in ("asked", "finally", "atexit"))
     assert ("earlier" in output) == (signum == signal.SIGTERM)
+
+
+def test_exit_handlers_do_not_hold_the_process_beyond_the_deadline_of_the_signal():
+    code, output, _ = preempted(
+        """
+        import atexit
+        preemption._LEAVE_SECONDS = 1000
+        atexit.register(time.sleep, 1000)
+        print("ready")
+        was_asked.wait(30)
+        preemption.leave()
+        """,
+        save_seconds=5,
+    )
+    assert code == PREEMPTED and "Saved" in output and "No save within" not in output
 
 
 @pytest.mark.parametrize(("is_supervised", "expected"), [(True, PREEMPTED), (False, -signal.SIGTERM)])
@@ -681,12 +711,18 @@ def test_with_tls_exchanges_over_tensorflow_are_refused(job, options, devices, w
         assert "TLS needs the workers' own connections" in job.output(worker) and why in job.output(worker)
 
 
-def test_workers_with_different_transports_raise(job):
-    unlike = TRAIN.replace("Strategy()", "Strategy(transport=('auto', 'tensorflow')[worker])")
-    job.start(unlike + "fit(build(), epochs=1)")
+@pytest.mark.parametrize(
+    ("name", "values", "named"),
+    [
+        ("transport", "('auto', 'tensorflow')", "tensorflow"),
+        ("compression", "[tfdist.compression.Auto([codec]) for codec in ('float16', 'int8')]", "Int8("),
+    ],
+)
+def test_workers_with_different_options_raise(name, values, named, job):
+    job.start(TRAIN.replace("Strategy()", f"Strategy({name}={values}[worker])") + "fit(build(), epochs=1)")
     assert job.wait() == [1, 1], job.output(0) + job.output(1)
     for worker in range(2):
-        assert "the same transport" in job.output(worker) and "tensorflow" in job.output(worker), job.output(worker)
+        assert f"the same {name}" in job.output(worker) and named in job.output(worker), job.output(worker)
 
 
 def test_an_unknown_transport_is_refused():

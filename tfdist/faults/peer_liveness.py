@@ -17,6 +17,7 @@ from tfdist.cluster.address import split_address
 _DONE, _FAILED = b"bye\n", b"bad\n"
 _IDLE_SECONDS = 30  # Keeps firewalls from dropping an idle connection.
 _CHECKS, _CHECK_SECONDS = 5, 0.2
+_CONNECT_SECONDS = 1.0  # Longer than the round trip of any link.
 
 
 class PeerLiveness:
@@ -83,7 +84,7 @@ class PeerLiveness:
 
     def _refuses(self, address: str) -> bool:
         try:
-            with socket.create_connection(split_address(address), timeout=_CHECK_SECONDS):
+            with socket.create_connection(split_address(address), timeout=_CONNECT_SECONDS):
                 time.sleep(_CHECK_SECONDS)  # The process may be about to end.
         except ConnectionRefusedError:
             return True

@@ -11,6 +11,7 @@ Ctrl-C (SIGINT) is also a request where Python would raise KeyboardInterrupt. A 
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from tfdist.faults.process_exit import end_with, flush
 from tfdist.run_files import is_supervised
 
 _LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions after the save.
+_LEAST_LEAVE_SECONDS = 1.0  # A handler may take long.
 _MAIN_SECONDS = 0.1  # For the main thread to notice that no training is under way.
 _JOIN_SECONDS = 2.0
 _SAME_REQUEST_SECONDS = 1.0  # A launcher and a terminal may both forward one Ctrl-C.
@@ -127,14 +129,15 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def leave(refusals: Sequence[str] = (), place: str = "") -> NoReturn:
     """Leaves the process with `PREEMPTED` after a save, successful or not.
 
-    Calls the earlier handlers, then raises `SystemExit`, so that `finally` blocks and `atexit` functions run. After 10
-    seconds the process ends even if they are still running.
+    Calls the earlier handlers, then raises `SystemExit`, so that `finally` blocks and `atexit` functions run. The
+    process ends even if they are still running after 10 seconds, or sooner at the deadline of the signal, since the
+    scheduler would then kill it.
 
     Args:
       refusals: The reasons why the save failed; empty after a successful save.
       place: The folder of the backup, for the message.
     """
-    _after(_LEAVE_SECONDS, lambda: os._exit(PREEMPTED))
+    _after(_LEAVE_SECONDS if _installed is None else _installed.leave_seconds, lambda: os._exit(PREEMPTED))
     if refusals:
         logging.error(
             "Leaving with exit code %d and WITHOUT a save: %s. The next start continues from the newest backup before; "
@@ -179,6 +182,7 @@ class _Preemption:
         self._signum: int | None = None
         self._noticed: int | None = None  # By the main thread. The other thread may notice a signal later.
         self._asked_time = 0.0
+        self._deadline = math.inf
         self._is_asked = self._is_answered = False
         self._closing = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -228,6 +232,11 @@ class _Preemption:
         signum = self._signum if self._signum is not None else self._noticed
         if signum is not None and not self._is_answered:
             signal.raise_signal(signum)
+
+    @property
+    def leave_seconds(self) -> float:
+        """Seconds from now for handlers and for functions that run at the exit of the process."""
+        return max(min(_LEAVE_SECONDS, self._deadline - time.monotonic()), _LEAST_LEAVE_SECONDS)
 
     def saved(self) -> None:
         self._is_answered = True
@@ -289,14 +298,16 @@ class _Preemption:
 
     def _start_clock(self) -> None:
         if self._timer is None:
-            self._timer = _after(self._options.preemption_timeout_seconds, self._give_up)
+            seconds = self._options.preemption_timeout_seconds
+            self._deadline = time.monotonic() + seconds
+            self._timer = _after(seconds, self._give_up)
 
     def _stop_clock(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _give_up(self) -> None:
-        _after(1.0, lambda: os._exit(PREEMPTED))  # A handler may take long.
+        _after(_LEAST_LEAVE_SECONDS, lambda: os._exit(PREEMPTED))
         logging.error(
             "No save within %g s after the signal: leaving with exit code %d. Work since the newest backup is lost.",
             self._options.preemption_timeout_seconds,
