@@ -131,5 +131,5 @@ def _check_network(builder: tfds.core.DatasetBuilder) -> None:
             raise ConnectionError(
                 f"Dataset {builder.name!r} is not in {builder.data_dir_root} and must be downloaded from {host}, which "
                 f"cannot be found ({error}): this machine seems to have no network. Give a data_dir that holds the "
-                "dataset, or use the dataset that needs no download: --dataset digits."
+                'dataset, or load the one that needs no download: `tfdist.data.load("digits", split)`.'
             ) from error

@@ -95,6 +95,7 @@ def main(_) -> None:
         if chief:
             print(f"epoch {epoch + 1}/{FLAGS.epochs}: loss {tf.reduce_mean(losses):.4f}", flush=True)
 
+    strategy.synchronize()  # With --local_steps the replicas have equal weights only now.
     for images, labels in test:
         test_step(images, labels)
     result = float(accuracy.result())  # Call it on every worker, since it sums over all workers.

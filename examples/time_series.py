@@ -32,6 +32,7 @@ flags.DEFINE_integer("width", 32, "Filters of the convolution, and units of the 
 flags.DEFINE_integer("seed", 0, "Seed of the series, of the weights and of the order of the data.")
 
 DAY, WEEK = 24, 168  # hours
+LEAST_DAYS = 40
 
 
 def generate(days: int, seed: int) -> np.ndarray:
@@ -78,7 +79,12 @@ def main(_) -> None:
     keras.utils.set_random_seed(FLAGS.seed)
     chief = is_chief(strategy)
 
-    series = np.loadtxt(FLAGS.file) if FLAGS.file else generate(FLAGS.days, FLAGS.seed)
+    series = np.loadtxt(FLAGS.file, ndmin=1) if FLAGS.file else generate(FLAGS.days, FLAGS.seed)
+    if len(series) < LEAST_DAYS * DAY or not series.std():
+        raise app.UsageError(
+            f"The series must have at least {LEAST_DAYS} days of hours that differ, since the test has the last fifth "
+            f"of it and each row takes eight days, but it has {len(series)} hours. Give a longer file, or more --days."
+        )
     split = len(series) * 8 // 10
     mean, deviation = series[:split].mean(), series[:split].std()
     series = ((series - mean) / deviation).astype(np.float32)

@@ -85,7 +85,7 @@ def _set(values: Mapping[int, int]) -> None:
     if mallopt is None or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     for parameter, value in values.items():
-        if _VARIABLES[parameter] not in os.environ:
+        if not os.environ.get(_VARIABLES[parameter]):
             mallopt(parameter, value)
 
 

@@ -102,7 +102,14 @@ def test_arguments_are_checked():
     adaptive = tfdist.callbacks.AdaptiveBatch
     with pytest.raises(ValueError, match="has none"):
         adaptive(sharding())
-    for wrong in ({"every": 9}, {"every": "step"}, {"goal": "speed"}, {"learning_rate": 0.1}):
+    for wrong in (
+        {"every": 9},
+        {"every": "step"},
+        {"every": None},
+        {"every": 10.5},
+        {"goal": "speed"},
+        {"learning_rate": 0.1},
+    ):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             adaptive(sharding(batch_size_range=(8, 32)), **wrong)
 

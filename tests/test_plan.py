@@ -318,6 +318,7 @@ def test_the_command_plans_exchanges_in_two_levels(tmp_path):
         (["model.py:make_model", "--compute-ms", "0"], "--compute-ms"),
         (["model.py:make_model", "--exchange-group-size", "3"], "must divide the number of workers"),
         (["model.py:make_model", "--run", "."], "no attempt-0"),
+        (["model.py:make_model", "--json", "missing/plan.json"], "--json missing/plan.json must be a file that can be"),
     ],
 )
 def test_bad_input_is_an_error_with_the_value(tmp_path, arguments, message, monkeypatch, caplog):

@@ -19,7 +19,8 @@ from absl import logging
 
 import telemetry_checks
 import tfdist
-from launched import eventually
+from launched import eventually, first_of_free_ports
+from tfdist.callbacks import telemetry_callback
 from tfdist.errors import ClusterError
 from tfdist.strategies.step_phases import StepMoments, divide, divide_on_gpu
 from tfdist.strategies.step_report import StepReport
@@ -294,6 +295,28 @@ def test_a_sink_that_fails_is_logged_once_and_the_others_go_on(monkeypatch):
     assert eventually(lambda: broken.is_closed and sound.is_closed) and len(broken.written) == len(sound.written)
     assert len(errors) == 1 and "No space left" in errors[0] and "Training continues" in errors[0]
     assert eventually(lambda: "tfdist-telemetry" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_the_end_of_a_fit_frees_its_port_although_a_write_hangs():
+    pytest.importorskip("prometheus_client")
+    telemetry = tfdist.callbacks.Telemetry(prometheus_port=first_of_free_ports(1))
+    for _ in range(2):
+        (sink,) = telemetry._sinks(IDENTITY)
+        telemetry._stop()  # The thread that writes, which a hanging disk may hold, has not closed the sink.
+        sink.close()
+
+
+@pytest.mark.parametrize(("slot", "port"), [("", 9400), ("0", 65535), ("3", 9403)])
+def test_workers_of_a_machine_take_consecutive_ports(slot, port, monkeypatch):
+    monkeypatch.setenv("TFDIST_SLOT", slot)
+    assert telemetry_callback._own_port(port - int(slot or 0)) == port
+    assert telemetry_callback._own_port(0) == 0
+
+
+def test_a_port_beyond_the_last_one_is_refused(monkeypatch):
+    monkeypatch.setenv("TFDIST_SLOT", "2")
+    with pytest.raises(ValueError, match="must be at most 65533, got 65534"):
+        telemetry_callback._own_port(65534)
 
 
 @pytest.mark.parametrize(

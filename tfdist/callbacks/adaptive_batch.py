@@ -12,6 +12,7 @@ from tfdist.adaptive.batch_controller import BatchController, BatchDecision
 from tfdist.adaptive.learning_rate_rules import RULES
 from tfdist.callbacks.measurable_codecs import check_measurable_codecs
 from tfdist.data.balanced_sharding import BalancedSharding
+from tfdist.data.validation import as_count
 from tfdist.data.weak_callbacks import listen
 from tfdist.strategies.foreign_keras import ForKerasModels
 
@@ -68,8 +69,9 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
     Raises:
       TypeError: If `sharding` is not a `BalancedSharding`.
       ValueError: If an argument is out of range, or the sharding has no `batch_size_range`. When `fit` begins: if no
-        strategy of tfdist trains on the sharding, the learning rate is a schedule, replicas divide the weights, they
-        train by local steps, or a codec delays most of a gradient (`PowerSGD`, `TopK`, `Sign`).
+        strategy of tfdist trains on the sharding, the learning rate is a schedule, replicas divide the weights, groups
+        of replicas divide the model, the replicas train by local steps, the optimizer accumulates gradients or scales
+        the loss, or a codec delays most of a gradient (`PowerSGD`, `TopK`, `Sign`).
 
     References:
       McCandlish et al., An Empirical Model of Large-Batch Training, 2018, https://arxiv.org/abs/1812.06162
@@ -99,7 +101,7 @@ class AdaptiveBatch(ForKerasModels, keras.callbacks.Callback):
                 "An AdaptiveBatch chooses a batch size within the batch_size_range of its sharding, but this sharding "
                 "has none. Make it with BalancedSharding(..., batch_size_range=(smallest, largest))."
             )
-        if every != "epoch" and (isinstance(every, str | bool) or int(every) < _LEAST_EVERY):
+        if every != "epoch" and (as_count(every) or 0) < _LEAST_EVERY:
             raise ValueError(f'every must be "epoch" or a number of steps, at least {_LEAST_EVERY}, got {every!r}.')
         if goal not in _GOALS:
             raise ValueError(f"goal must be one of {', '.join(_GOALS)}, got {goal!r}.")

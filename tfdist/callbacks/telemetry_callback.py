@@ -42,6 +42,7 @@ from tfdist.telemetry.telemetry_arguments import (
 )
 from tfdist.telemetry.tensorboard_sink import TensorBoardSink, folder_of
 
+_LAST_PORT = 65535
 _SLOT = "TFDIST_SLOT"  # Number of this worker among those of its machine, by `tfdist run`.
 
 
@@ -118,6 +119,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         self._trace: StepTrace | None = None
         self._end_asked_trace: Callable[[], Any] | None = None
         self._close: Callable[[], Any] | None = None
+        self._close_port: Callable[[], None] | None = None
         self._end_listening: Callable[[], None] | None = None
         self._last_batch, self._steps = -1, 0
         self._test_began = self._saved = 0.0
@@ -169,10 +171,11 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
     def _sinks(self, identity: WorkerIdentity) -> list[MetricsSink]:
         sinks: list[MetricsSink] = []
         if self._port is not None:
-            port = self._port + int(os.environ.get(_SLOT) or 0) if self._port else 0
-            server = PrometheusSink(self._address, port, identity)
-            sinks, self.endpoint = [server], server.endpoint
-            logging.info("Worker %d serves its figures at http://%s/metrics.", identity.worker, self.endpoint)
+            server = PrometheusSink(self._address, _own_port(self._port), identity)
+            sinks, self.endpoint, self._close_port = [server], server.endpoint, server.close
+            # A free port is a warning, because absl hides lower levels by default.
+            level = logging.INFO if self._port else logging.WARNING
+            logging.log(level, "Worker %d serves its figures at http://%s/metrics.", identity.worker, self.endpoint)
         files = RunFiles.of_worker() if is_supervised() else None
         if files is not None:
             path = files.telemetry(identity.attempt, identity.worker)
@@ -264,9 +267,27 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         if self._end_asked_trace is not None:
             self._end_asked_trace()
             self._end_asked_trace = None
+        if self._close_port is not None:
+            self._close_port()  # First, since the last figures may wait for a disk, and the next `fit` needs the port.
+            self._close_port = None
         if self._close is not None:
             self._close()
             self._close = self.endpoint = None
+
+
+def _own_port(port: int) -> int:
+    """Returns the port of this worker, from that of the first worker of its machine; 0, for any free one, stays.
+
+    Raises:
+      ValueError: If there is no such port.
+    """
+    slot = int(os.environ.get(_SLOT) or 0)
+    if not port or port + slot <= _LAST_PORT:
+        return port and port + slot
+    raise ValueError(
+        f"prometheus_port is the port of the first worker of a machine, and the others take the next ones, so with "
+        f"{_SLOT}={slot} it must be at most {_LAST_PORT - slot}, got {port}. Give a lower port, or 0 for any free port."
+    )
 
 
 def _identity_of(strategy: Any) -> WorkerIdentity:

@@ -99,7 +99,11 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_job(job, costs, other_groups)
     print_plan(plan, job, costs)
     if args.json is not None:
-        write_whole(args.json, json.dumps(to_json(plan, job, costs), indent=2) + "\n")
+        try:
+            write_whole(args.json, json.dumps(to_json(plan, job, costs), indent=2) + "\n")
+        except OSError as error:
+            logging.error("--json %s must be a file that can be written, but: %s. Give another file.", args.json, error)
+            return 1
     if args.memory is None:
         return 0
     codec = plan.recommended.codec

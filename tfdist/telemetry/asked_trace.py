@@ -59,7 +59,8 @@ class AskedTrace:
             # The step that runs now is traced in part.
             self._wait_for(self._count() + 1 + self._steps)
             tf.profiler.experimental.stop()
-            logging.info("The trace of %s is in %s.", counted(self._steps, "step"), self._folder)
+            # A warning, because absl hides lower levels by default.
+            logging.warning("The trace of %s is in %s.", counted(self._steps, "step"), self._folder)
         except tf.errors.OpError as error:  # The program profiles something itself, or the disk is full.
             logging.warning("Not traced: the next %s. %s", counted(self._steps, "step"), error.message)
 

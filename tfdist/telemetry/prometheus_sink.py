@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ class PrometheusSink(MetricsSink):
 
         self._labels = {"worker": str(identity.worker), "host": identity.host}
         self._figures: WorkerMetrics | None = None
+        self._is_closed = threading.Lock()  # Taken once.
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -45,7 +47,9 @@ class PrometheusSink(MetricsSink):
         self._figures = figures
 
     def close(self) -> None:
-        """Closes the port."""
+        """Closes the port. Does nothing the second time."""
+        if not self._is_closed.acquire(blocking=False):
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
