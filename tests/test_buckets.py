@@ -42,6 +42,11 @@ def test_a_unit_with_a_choice_of_a_small_model_is_one_message_uncompressed(seed)
     assert [len(fill_buckets([tensors[i] for i in unit], BUCKET_BYTES)) for unit in units] == [1] * len(units)
 
 
+def test_a_tiny_layer_with_a_choice_is_no_unit_of_its_own():
+    shapes = [[784, 2048], [2048, 2048], [2048, 10]]
+    assert _units(range(3), [tf.TensorSpec(shape) for shape in shapes]) == [[0], [1]]
+
+
 def test_tensors_of_unknown_rank_travel_whole():
     @tf.function
     def there_and_back(value):

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
 
 from tfdist.strategies.collectives.all_reduce import Collectives
+from tfdist.strategies.collectives.chosen_codecs import CodecsToChoose
 from tfdist.strategies.collectives.encoded_reducer import EncodedReducer
 from tfdist.strategies.collectives.exchange_inboxes import ExchangeInboxes
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
@@ -27,13 +28,16 @@ class Unconnected(PeerExchange):
 
 
 @functools.cache
-def nodes(codec, workers):
-    """Returns the number of operations of a step on workers with one CPU each, with those of its functions."""
+def graph_of(codec, workers):
+    """Returns the graph of a step on workers with one CPU each; `codec` "auto" chooses among two."""
     options = tf.distribute.experimental.CommunicationOptions()
     collectives = Collectives(["/job:localhost/replica:0/task:0/device:CPU:0"], workers, options, CollectiveKeys(1))
     collectives.use(Unconnected(workers))
-    codecs = [codec and from_name(codec) if i in ENCODED else None for i in range(len(SHAPES))]
-    reducer = EncodedReducer([tf.zeros(shape) for shape in SHAPES], codecs, collectives, seed=0)
+    is_fixed = codec not in (None, "auto")
+    codecs = [from_name(codec) if is_fixed and i in ENCODED else None for i in range(len(SHAPES))]
+    allowed = [from_name("float16"), from_name("int8")]
+    to_choose = CodecsToChoose(allowed, lambda _, i: i in ENCODED, lambda *_: None) if codec == "auto" else None
+    reducer = EncodedReducer([tf.zeros(shape) for shape in SHAPES], codecs, collectives, seed=0, to_choose=to_choose)
     assert reducer.encodes == (codec is not None)
 
     @tf.function(autograph=False)
@@ -47,7 +51,12 @@ def nodes(codec, workers):
         return [weight - 0.1 * total for weight, total in zip(weights, sums, strict=True)]
 
     rows = tf.TensorSpec([None, SHAPES[0][0]])
-    graph = step.get_concrete_function(rows, *map(tf.TensorSpec, SHAPES)).graph.as_graph_def()
+    return step.get_concrete_function(rows, *map(tf.TensorSpec, SHAPES)).graph.as_graph_def()
+
+
+def nodes(codec, workers):
+    """Returns the number of operations of a step, with those of its functions."""
+    graph = graph_of(codec, workers)
     return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
 
 
@@ -56,3 +65,15 @@ def nodes(codec, workers):
 def test_the_graph_of_a_step_hardly_grows_with_the_number_of_workers(codec, workers):
     with_two = nodes(codec, 2)
     assert abs(nodes(codec, workers) - with_two) <= 0.1 * with_two
+
+
+def test_a_codec_that_was_not_chosen_is_few_operations_of_the_step():
+    functions = {function.signature.name: function for function in graph_of("auto", 4).library.function}
+    branches = [function for name, function in functions.items() if "indexed_case_branch" in name]
+    raw, *coded = [[each for each in branches if f"branch{place}_" in each.signature.name] for place in range(3)]
+    assert raw and all(len(each) == len(raw) for each in coded)
+    for branch in (branch for each in coded for branch in each):
+        (called,) = [node for node in branch.node_def if node.op == "StatefulPartitionedCall"]
+        assert len(branch.node_def) < len(functions[called.attr["f"].func.name].node_def) / 2
+        # TensorFlow replaces other calls by the operations of the function.
+        assert functions[called.attr["f"].func.name].attr["_noinline"].b

@@ -23,6 +23,9 @@ NO_TIME = (0.0, 0.0)  # Seconds of coding and of exchange.
 # Most groups of dense gradients with one choice, and the bytes that a group needs.
 _MOST_GROUPS, _GROUP_BYTES = 3, 8 << 20
 _MOST_UNITS = 16  # Each adds some operations to the graph.
+# Units with a smaller part of the bytes travel with the gradients that have no codec, so as not to be messages of their
+# own. If the rest is sent by `int8`, a replica sends up to 1.2 % more bytes by this.
+_LEAST_PART = 1 / 256
 _KEYS = 4  # Most collectives of a bucket or sparse gradient on one transport.
 
 
@@ -118,7 +121,7 @@ class CodecChoice:
             kept = [*states[: own.start], *new, *states[own.stop :]]
             return [sums[i] for i in self.positions], kept, is_finite, spent
 
-        branches = [raw, *(functools.partial(encoded, place) for place in range(len(self.parts)))]
+        branches = [raw, *(_called(functools.partial(encoded, place)) for place in range(len(self.parts)))]
         return tf.switch_case(choice, branches)
 
     def codecs_of(self, choice: int, codecs: Sequence[Codec]) -> dict[int, Codec]:
@@ -241,8 +244,17 @@ def choices_among(
     return choices
 
 
+def _called(branch: Callable[[], Any]) -> Callable[[], Any]:
+    """Makes a branch one operation, the call of a function that TensorFlow does not inline.
+
+    Otherwise TensorFlow visits each operation of the branches that were not taken, in each step. With ten million
+    weights and four workers on two cores, steps without a codec took about 5 % longer.
+    """
+    return lambda: tf.function(branch, autograph=False, experimental_attributes={"_noinline": True})()
+
+
 def _units(positions: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:
-    """Divides gradients, in the order of the layers, into units of about a bucket each."""
+    """Divides gradients, in the order of the layers, into units of about a bucket each. Leaves out tiny units."""
     members = [gradients[i] for i in positions]
     sizes = [known_bytes(each) for each in members]
     limit = max(bucket_bytes(members), sum(sizes) / _MOST_UNITS) if members else 0
@@ -254,7 +266,8 @@ def _units(positions: Sequence[int], gradients: Sequence[Any]) -> list[list[int]
             held = 0
         units[0].insert(0, position)
         held += size
-    return units
+    least = _LEAST_PART * sum(sizes)
+    return [unit for unit in units if sum(known_bytes(gradients[i]) for i in unit) >= least]
 
 
 def _add_groups(choices: Choices, units: Sequence[CodecChoice], gradients: Sequence[Any]) -> None:
