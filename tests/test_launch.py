@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import types
 
@@ -22,7 +23,7 @@ import pytest
 from launched import ARRIVE, DEADLINE_SECONDS, Run, eventually, first_of_free_ports, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
-from tfdist.launch import WorkerGroup, cli
+from tfdist.launch import WorkerGroup, cli, worker_output
 from tfdist.launch.arguments import CommandParser
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
 
@@ -742,17 +743,30 @@ def test_a_group_that_cannot_start_leaves_nothing_running(tmp_path):
     assert group.running == () and group.not_started == 0
 
 
-def test_a_worker_that_cannot_be_started_again_keeps_no_descriptors(tmp_path):
+class Unstartable(threading.Thread):
+    """A thread beyond the limit of the system."""
+
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("cause", ["no program", "no thread"])
+def test_a_worker_that_cannot_be_started_again_keeps_no_descriptors(cause, tmp_path, monkeypatch):
     program = tmp_path / "program"
-    program.write_text("#!/bin/sh\n")
+    program.write_text("#!/bin/sh\nexec sleep 100\n" if cause == "no thread" else "#!/bin/sh\n")
     program.chmod(0o755)
     group = WorkerGroup([str(program)], [ClusterSpec.local(1, 0, free_ports(1))], log_dir=tmp_path)
     group.start()
-    eventually(lambda: (group.poll(), group.exits)[1])
+    for pid in group.pids.values():
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: (group.poll(), group.exits)[1])
     group.forget(0)
-    program.unlink()
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ClusterError, match="could not be started"):
+    if cause == "no program":
+        program.unlink()
+    else:
+        monkeypatch.setattr(worker_output.threading, "Thread", Unstartable)
+    with pytest.raises(ClusterError, match=r"could not be started|could not be copied: can't start new thread"):
         group.start_again(0)
     assert len(os.listdir("/proc/self/fd")) == before and group.running == ()
     group.kill()

@@ -414,18 +414,19 @@ def test_a_peer_that_takes_no_bytes_ends_the_sending(ends):
 def test_delivery_is_awaited_until_the_peer_takes_the_bytes(ends):
     own, other = ends
     own._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
-    content = bytes(1 << 20)  # More than the peer's kernel keeps.
+    # More than the peer's kernel keeps, and less than the own one.
+    content = bytes(min(1 << 20, own._connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2))
     own.send_all(content)
     with pytest.raises(TimeoutError, match="has taken no bytes"):
-        own.await_delivery()
+        own.await_delivery(threading.Lock())
     taking = threading.Thread(target=other.receive_exactly, args=[len(content)])
     taking.start()
-    own.await_delivery()
+    own.await_delivery(threading.Lock())
     taking.join(SECONDS)
     assert not taking.is_alive()
     own.close()
     with pytest.raises(ConnectionError, match="was closed"):
-        own.await_delivery()
+        own.await_delivery(threading.Lock())
 
 
 def test_a_sign_of_life_that_cannot_be_sent_ends_the_connection(monkeypatch):
@@ -635,7 +636,8 @@ def test_a_worker_whose_host_has_ended_is_not_awaited(job):
     assert eventually(lambda: job.chief.joining(-1) == [2])
     job.chief._links[2]._socket.heard = -np.inf
     silent._link._is_closed.set()  # It sends no sign of life any more.
-    assert job.chief.await_workers(0, None, 10 * SECONDS) == [1]
+    assert job.chief.await_workers(0, None, SECONDS) == [1]
+    assert 2 not in job.chief._links  # It was not awaited until the deadline.
 
 
 def test_a_member_leaves_although_worker_0_has_ended(job):

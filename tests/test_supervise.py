@@ -443,14 +443,15 @@ def test_a_worker_that_reports_a_failure_but_still_runs_has_failed(run):
     assert failure(run)["worker"] == 1 and failure(run)["attempts"][0]["seconds"] < 60
 
 
-def test_a_member_that_reports_a_failure_but_still_runs_starts_again_alone(run):
-    body = """
+@pytest.mark.parametrize(("kind", "tries"), [("RuntimeError", 1), ("TypeError", 0)])
+def test_a_member_that_reports_a_failure_but_still_runs_is_killed(kind, tries, run):
+    body = f"""
         import tfdist, threading
         from tfdist.members_record import MembersRecord
         from tfdist.run_files import RunFiles
         is_first = not (here / "first").exists()
         if worker == 0:
-            RunFiles(run_dir).tell_of_members(0, MembersRecord([0, 1], {1: 1}, {1: 1}, {}, 60.0))
+            RunFiles(run_dir).tell_of_members(0, MembersRecord([0, 1], {{1: 1}}, {{1: 1}}, {{}}, 60.0))
             meet()
             while not (here / "second").exists(): time.sleep(0.01)
         elif not is_first:
@@ -459,11 +460,12 @@ def test_a_member_that_reports_a_failure_but_still_runs_starts_again_alone(run):
             (here / "first").touch()
             meet()
             threading.Thread(target=time.sleep, args=(100,)).start()
-            raise RuntimeError("on purpose")
+            raise {kind}("on purpose")
     """
     code, err = finish(run, 2, body, "--grace-seconds", 1)
-    assert code == 0 and attempts(run) == [2], err
-    assert "worker 1 reported a failure, but still runs; killing it" in err and "starting worker 1 again" in err
+    assert code == 1 - tries and attempts(run) == [2], err
+    assert "worker 1 reported a failure, but still runs; killing it" in err
+    assert ("starting worker 1 again" in err) == bool(tries)  # A mistake of the program ends the job.
 
 
 def test_workers_that_still_run_after_others_ended_are_named():

@@ -300,10 +300,11 @@ def test_a_sink_that_fails_is_logged_once_and_the_others_go_on(monkeypatch):
 def test_the_end_of_a_fit_frees_its_port_although_a_write_hangs():
     pytest.importorskip("prometheus_client")
     telemetry = tfdist.callbacks.Telemetry(prometheus_port=first_of_free_ports(1))
-    for _ in range(2):
-        (sink,) = telemetry._sinks(IDENTITY)
-        telemetry._stop()  # The thread that writes, which a hanging disk may hold, has not closed the sink.
-        sink.close()
+    (first,) = telemetry._sinks(IDENTITY)
+    telemetry._stop()  # The thread that writes, which a hanging disk may hold, has not closed the sink.
+    (second,) = telemetry._sinks(IDENTITY)
+    second.close()
+    first.close()
 
 
 @pytest.mark.parametrize(("slot", "port"), [("", 9400), ("0", 65535), ("3", 9403)])

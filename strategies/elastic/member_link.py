@@ -64,7 +64,7 @@ class MemberLink:
     def send_last(self, message: Message) -> None:
         """Sends a message, and waits until the peer's kernel has it, so that this process may end. Raises `OSError`."""
         self.send(message)
-        self._socket.await_delivery()
+        self._socket.await_delivery(self._lock)
 
     def close(self) -> None:
         """Ends the connection, so that the peer notices it."""
@@ -80,6 +80,7 @@ class MemberLink:
                     self.told = message.fields
                 else:
                     self._on_message(self, message)
+                self._socket.is_in_message = False  # Not before, so that the message is either arriving or taken.
         except (OSError, ValueError, KeyError) as error:
             why = str(error)
         finally:

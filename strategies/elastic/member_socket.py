@@ -6,6 +6,7 @@ import select
 import socket
 import ssl
 import struct
+import sys
 import termios
 import threading
 import time
@@ -30,7 +31,7 @@ class MemberSocket:
 
     Attributes:
       heard: When the newest bytes arrived, on the monotonic clock.
-      is_in_message: Whether the first bytes of a message have arrived, but not yet its last ones.
+      is_in_message: Whether the first bytes of a message have arrived, and it was not taken yet.
     """
 
     def __init__(self, connection: socket.socket, silence_seconds: float):
@@ -59,28 +60,30 @@ class MemberSocket:
                     raise TimeoutError(f"the peer has taken no bytes for {self._silence_seconds:g} s") from None
                 self._wait(select.POLLOUT)
 
-    def await_delivery(self) -> None:
+    def await_delivery(self, lock: contextlib.AbstractContextManager[Any]) -> None:
         """Waits until the peer's kernel has all bytes. A process that ends before may lose them.
 
-        The kernel discards them if the peer sends something to a connection that is closed already.
+        The kernel discards them if the peer sends something to a connection that is closed already. Takes `lock` for
+        each look, since the connection may be closed meanwhile.
 
         Raises:
           OSError: If the connection fails, or the peer takes no bytes for too long.
         """
-        before, last = self._unsent_bytes(), time.monotonic()
-        while unsent := self._unsent_bytes():
+        before, last = sys.maxsize, time.monotonic()
+        while unsent := self._unsent_bytes(lock):
             if unsent < before:
                 before, last = unsent, time.monotonic()
             elif time.monotonic() - last > self._silence_seconds:
                 raise TimeoutError(f"the peer has taken no bytes for {self._silence_seconds:g} s")
             time.sleep(_DELIVERY_SECONDS)
 
-    def _unsent_bytes(self) -> int:
+    def _unsent_bytes(self, lock: contextlib.AbstractContextManager[Any]) -> int:
         """Returns the bytes that the peer's kernel has not confirmed."""
-        descriptor = self._connection.fileno()
-        if descriptor < 0:
-            raise ConnectionError("the connection was closed")
-        answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(_COUNT.size))
+        with lock:
+            descriptor = self._connection.fileno()
+            if descriptor < 0:
+                raise ConnectionError("the connection was closed")
+            answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(_COUNT.size))
         return int(_COUNT.unpack(answer)[0])
 
     def receive_exactly(self, size: int) -> bytearray:

@@ -25,7 +25,7 @@ from tfdist.strategies.elastic.round_messages import Message, send_message
 _LINE_BYTES = 1 << 18
 _IS_SILENT = "is frozen or cut off"
 _LOOK_SECONDS = 0.5
-_LOG_SECONDS = 5.0
+_LOG_SECONDS, _LOG_WAIT_SECONDS = 5.0, 30.0
 _REFUSED_SECONDS = 3.0  # A closed connection would lose the greeting if the worker still sends.
 _PLACE_REMEDY = (
     "Give all workers equally many batches (a BalancedSharding, arrays, or `repeat()` and steps_per_epoch), and "
@@ -105,6 +105,7 @@ class RoundChief:
             while True:
                 for worker, link in list(self._links.items()):
                     if link.is_silent:  # Its host may have ended, which the kernel notices late.
+                        logging.warning("worker %d %s; `fit` does not wait for it", worker, _IS_SILENT)
                         self._drop(worker, link, _IS_SILENT)
                 awaited = set(self._links) if workers is None else set(workers)
                 missing = sorted(worker for worker in awaited if self._joining.get(worker) != fit)
@@ -157,7 +158,7 @@ class RoundChief:
         Raises:
           ClusterError: If members have come to another place, and none to this one.
         """
-        deadline = time.monotonic() + patience_seconds
+        deadline, logged = time.monotonic() + patience_seconds, time.monotonic()
         with self._changed:
             while missing := [worker for worker in sorted(self._members) if worker not in self._offered]:
                 is_late = time.monotonic() > deadline
@@ -168,6 +169,7 @@ class RoundChief:
                     elif is_late and not link.is_receiving:
                         self._drop(worker, link, f"has sent nothing for {patience_seconds:g} s")
                 if self._members.intersection(missing):
+                    logged = self._log_wait(logged)
                     self._changed.wait(_LOOK_SECONDS)
             parts, strays = self._take_offers(kind, place)
         for worker, (link, where) in strays.items():
@@ -180,6 +182,15 @@ class RoundChief:
                     self._drop(worker, link, f"is left out, since {where}. {_PLACE_REMEDY}")
         self._tell_members()
         return parts
+
+    def _log_wait(self, logged: float) -> float:
+        """Logs sometimes whose parts are still missing. Returns when it was logged last. Needs the lock."""
+        if time.monotonic() - logged < _LOG_WAIT_SECONDS:
+            return logged
+        missing = [worker for worker in sorted(self._members) if worker not in self._offered]
+        arriving = [worker for worker in missing if self._links[worker].is_receiving]
+        logging.warning("waiting for the parts of workers %s; now arriving: %s", missing, arriving or "none")
+        return time.monotonic()
 
     def _take_offers(self, kind, place):
         """Returns the parts for this place, and the link and place of each member at another one. Needs the lock."""

@@ -124,12 +124,12 @@ class RoundMember:
                 secured = connect_tls(tls, connection, host)
                 introduce(secured, secret, introduction)
                 return secured
-            except RefusedError as error:  # Also if worker 0 has ended during the handshake of TLS.
+            except RefusedError as error:  # It also means that worker 0 has ended during the handshake of TLS.
                 why, refused = str(error), refused or time.monotonic()
             except (OSError, NotOursError) as error:
                 why, refused = str(error), None
             now = time.monotonic()
-            if refused is not None and now - refused > _REFUSED_SECONDS:
+            if refused is not None and (now - refused > _REFUSED_SECONDS or now - start > timeout_seconds):
                 raise ClusterError(f"Worker 0 at {self._address} must admit each worker, but {why}.")
             if now - start > timeout_seconds:
                 raise WorkerLostError(

@@ -54,7 +54,6 @@ def receive_message(connection: MemberSocket) -> Message:
     connection.is_in_message = True
     header = json.loads(bytes(connection.receive_exactly(header_bytes)))
     content, arrays, offset = connection.receive_exactly(array_bytes), [], 0
-    connection.is_in_message = False
     for name, shape in header["arrays"]:
         dtype = np.dtype(tf.as_dtype(name).as_numpy_dtype)
         size = int(np.prod(shape, dtype=np.int64))

@@ -62,9 +62,14 @@ class PeerLiveness:
             while selector.get_map():
                 for key, _ in selector.select():
                     selector.unregister(key.fileobj)
-                    if self._has_died(key.data):
-                        self.ended.add(key.data)
-                        self._on_loss(key.data)
+                    # In a thread, since a peer whose host does not answer takes seconds.
+                    judging = threading.Thread(target=self._judge, args=[key.data], name="tfdist-liveness", daemon=True)
+                    judging.start()
+
+    def _judge(self, worker: int) -> None:
+        if self._has_died(worker):
+            self.ended.add(worker)
+            self._on_loss(worker)
 
     def _has_died(self, worker: int) -> bool:
         try:

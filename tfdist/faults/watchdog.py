@@ -454,7 +454,8 @@ class Watchdog:
         # The disk of the report may hang, often the cause of the stall too.
         end = threading.Timer(_REPORT_SECONDS, os._exit, [STALLED])
         end.daemon = True
-        end.start()
+        with contextlib.suppress(RuntimeError):  # No thread can be started.
+            end.start()
         try:
             stacks = _written(calls)
             sys.stderr.write(f"tfdist: {message}\n{stacks}\n")

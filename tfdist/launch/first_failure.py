@@ -250,6 +250,8 @@ def _failure(
     output = _end_of(path)
     if not report and returncode == 1:
         report = _report_from_log(output)
+    if report.get("kind") == "exception" and returncode < 0:
+        returncode = 1  # A signal ended it later, such as SIGKILL because a thread kept it alive.
     message, stack = report.get("message"), report.get("stack")
     reported: dict[str, Any] = {name: report.get(name) for name in _FROM_REPORT}
     if reported["suspect"] is None:
@@ -274,11 +276,11 @@ def _failure(
 
 def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str) -> FailureKind:
     """Returns the kind of a worker's failure, from which the supervisor decides whether to restart."""
-    if failure.signal or failure.kind in ("stall", LEFT):
-        return FailureKind.MACHINE
     if failure.kind == "exception":
         told = told_kind(failure.message or "")
         return told or kind_of_exception([Cause(tuple(cause["names"]), cause["text"]) for cause in causes])
+    if failure.signal or failure.kind in ("stall", LEFT):
+        return FailureKind.MACHINE
     if failure.exit_code in (1, _ARGUMENT_ERROR) and is_refusal(output):
         return FailureKind.CONFIGURATION
     return FailureKind.UNKNOWN

@@ -137,6 +137,7 @@ class Supervisor:
                 attempt = self._run_attempt(len(self._attempts.ended))
             except ClusterError:
                 self._attempts.write("failed", 1)
+                self._attempts.write_failures("failed", 1)
                 raise
             self._release_ports()
             self._attempts.add(attempt)

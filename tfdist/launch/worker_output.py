@@ -70,12 +70,10 @@ class WorkerOutput:
     def begin(self) -> None:
         """Starts to copy output, once the worker has its descriptors. Starts threads, so fork before, not after."""
         self._close_ends()
-        self._pumps = [
-            threading.Thread(target=self._pump, args=(source,), name="tfdist-output", daemon=True)
-            for source in self._sources
-        ]
-        for pump in self._pumps:
+        for source in self._sources:
+            pump = threading.Thread(target=self._pump, args=(source,), name="tfdist-output", daemon=True)
             pump.start()
+            self._pumps.append(pump)
 
     def finish(self, seconds: float) -> None:
         """Waits up to `seconds` for the last output, since a process outside the worker's session may keep it open.
@@ -83,10 +81,9 @@ class WorkerOutput:
         Waits longer while output is unread, because a busy machine may start the copying threads late.
         """
         self._close_ends()
-        if not self._pumps:
-            for source in self._sources:
-                os.close(source.descriptor)
-            self._sources = []
+        for source in self._sources[len(self._pumps) :]:  # No thread was started for them.
+            os.close(source.descriptor)
+        del self._sources[len(self._pumps) :]
         deadline = time.monotonic() + _LONGEST_DRAIN_SECONDS
         for source, pump in zip(self._sources, self._pumps, strict=True):
             pump.join(seconds)
