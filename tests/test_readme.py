@@ -121,10 +121,10 @@ def test_the_test_helper_runs(tmp_path):
 
 
 def test_the_error_is_as_shown():
-    (shown,) = [" ".join(block.code.split()) for block in BLOCKS if block.code.startswith("TFConfigError: ")]
+    (shown,) = [" ".join(block.code.split()) for block in BLOCKS if block.code.startswith("tfdist: TF_CONFIG")]
     cluster = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 3}}'
 
     with pytest.raises(TFConfigError) as raised:
         ClusterSpec.from_json(cluster)
 
-    assert f"TFConfigError: {raised.value}" == shown
+    assert f"tfdist: {raised.value}" == shown
