@@ -313,8 +313,6 @@ def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping
             why = f"{error.strerror}: correct the name in TF_CONFIG or make it resolve"
         except OSError as error:
             why = error.strerror or str(error)
-            if isinstance(error, ConnectionRefusedError):  # Nobody listens, so worker 0 starts again.
-                refusals.forget()
         refusals.check()
         wait.check([0], refusals.last or why)
         time.sleep(_STATUS_SECONDS if refusals.last else _RETRY_SECONDS)
