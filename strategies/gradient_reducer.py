@@ -207,7 +207,7 @@ def _in_one_frame(step: Step, exchange, values):
     """
     if not step.in_loop:
         return exchange(values)
-    return tf.function(lambda own: exchange(own), autograph=False, experimental_attributes={"_noinline": True})(values)
+    return tf_internals.not_inlined(lambda own: exchange(own))(values)
 
 
 def _all_reduce_eagerly(reduce_op, options, strategy, values):

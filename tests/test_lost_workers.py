@@ -671,12 +671,12 @@ def test_worker_0_may_end_during_a_handshake(job, monkeypatch):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_worker_with_another_cluster_learns_the_difference(workers):
-    clusters = [ClusterSpec.local(workers, worker, free_ports(workers)) for worker in (0, workers - 1)]
-    others = (*clusters[0].training_addresses[:1], "127.0.0.1:1")  # The worker knows the address of worker 0 only.
-    stranger = ClusterSpec({"worker": list(others)}, "worker", 1)
-    setups = [setup_of_worker(tfdist.LocalSGD(every=4), 1, cluster) for cluster in (clusters[0], stranger)]
+    cluster = ClusterSpec.local(workers, 0, free_ports(workers))
+    # The worker knows the address of worker 0 only.
+    stranger = ClusterSpec({"worker": [cluster.training_addresses[0], "127.0.0.1:1"]}, "worker", 1)
+    setups = [setup_of_worker(tfdist.LocalSGD(every=4), 1, each) for each in (cluster, stranger)]
     greeting = Message("greeting", {"setup": setups[0], "random": []})
-    chief = RoundChief(clusters[0], SILENCE_SECONDS, greeting, lambda *_: None, lambda _: None)
+    chief = RoundChief(cluster, SILENCE_SECONDS, greeting, lambda *_: None, lambda _: None)
     member = RoundMember(stranger, SECONDS, SILENCE_SECONDS)
     with pytest.raises(ClusterError, match=r"same cluster in TF_CONFIG.*127\.0\.0\.1:1\. Give"):
         take_greeting(member.hear("greeting"), setups[1], 1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist._compat import tf_internals
 from tfdist.strategies.codec_mixtures import UnitBytes
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, known_bytes
@@ -250,7 +251,7 @@ def _called(branch: Callable[[], Any]) -> Callable[[], Any]:
     Otherwise TensorFlow visits each operation of the branches that were not taken, in each step. With ten million
     weights and four workers on two cores, steps without a codec took about 5 % longer.
     """
-    return lambda: tf.function(branch, autograph=False, experimental_attributes={"_noinline": True})()
+    return lambda: tf_internals.not_inlined(branch)()
 
 
 def _units(positions: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:

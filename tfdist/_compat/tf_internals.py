@@ -4,6 +4,7 @@ Comments state why a name is needed and what breaks without it.
 """
 
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -190,6 +191,15 @@ def is_recomputed() -> bool:
     """
     inside = (frame for frame in call_stack.frames() if frame.f_code.co_name == "grad_wrapper")
     return any(frame.f_globals.get("__name__") == custom_gradient.__name__ for frame in inside)
+
+
+def not_inlined(function: Callable[..., Any]) -> Any:
+    """Makes a `tf.function` that stays one operation of the graph, by an attribute that TensorFlow does not document.
+
+    Without it, collectives of replicas in loops do not match, and steps visit all operations of codecs that were not
+    chosen.
+    """
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def replace_input(operation: tf.Operation, tensor: tf.Tensor, other: tf.Tensor) -> None:

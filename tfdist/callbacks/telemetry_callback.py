@@ -282,8 +282,10 @@ def _own_port(port: int) -> int:
       ValueError: If there is no such port.
     """
     slot = int(os.environ.get(_SLOT) or 0)
-    if not port or port + slot <= _LAST_PORT:
-        return port and port + slot
+    if not port:
+        return 0
+    if port + slot <= _LAST_PORT:
+        return port + slot
     raise ValueError(
         f"prometheus_port is the port of the first worker of a machine, and the others take the next ones, so with "
         f"{_SLOT}={slot} it must be at most {_LAST_PORT - slot}, got {port}. Give a lower port, or 0 for any free port."
