@@ -121,6 +121,7 @@ __all__ = [
     "is_watched",
     "maybe_set_lowering_attr",
     "multi_worker_util",
+    "not_inlined",
     "number_of_workers",
     "python_function_of",
     "regroup",
