@@ -89,6 +89,10 @@ def _codecs_of(allow: Any) -> list[Codec]:
         )
     codecs = []
     for each in allow:
+        if each == AUTO or isinstance(each, Auto):
+            raise ValueError(
+                f"`allow` of Auto must be codecs and names, such as ('float16', 'int8'), got {each!r}. Leave it out."
+            )
         try:
             codec = from_name(each)
         except ValueError as error:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist._compat import keras_internals
-from tfdist.strategies.auto_compression import AutoPolicy
+from tfdist.strategies.auto_compression import AUTO, AutoPolicy
 from tfdist.strategies.codec_trials import TrialOrder
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.chosen_codecs import ChosenCodecs, CodecsToChoose
@@ -174,9 +174,11 @@ class CompressionState(tf.Module):
         if not isinstance(self._policy, AutoPolicy):
             return None
 
+        # The exchange keeps `fits`, so this may not hold the gradients: they would keep the graph and the variables.
+        kinds = [(gradient.shape, gradient.dtype) for gradient in gradients]
+
         def fits(codec: Codec, position: int) -> bool:
-            gradient = gradients[position]
-            return OneCodec(codec)(gradient.shape, gradient.dtype, "") is not None
+            return OneCodec(codec)(*kinds[position], "") is not None
 
         return CodecsToChoose(self._policy.safe_for(optimizer), fits, _ChoiceLog())
 
@@ -185,7 +187,7 @@ class CompressionState(tf.Module):
 
         With `compression="auto"` they change while a program trains; `is_final` tells whether the trials are over.
         """
-        return [exchange.chosen_codecs() for exchange in list(self._known.exchanges.values())]
+        return [exchange.chosen_codecs() for exchange in self._known.exchanges.copy().values()]
 
     def _forget(self, key: "_Key") -> None:
         """Frees the codec states of a deleted optimizer. Its counts of traffic stay."""
@@ -196,8 +198,8 @@ class CompressionState(tf.Module):
     def exchanges_of(self, optimizer: Any) -> dict[str, EncodedReducer]:
         """The `EncodedReducer`s of an optimizer, by names that are equal in each run of the program."""
         anchor = id(keras_internals.counter_of(optimizer))
-        with self._known.lock:
-            return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
+        exchanges = self._known.exchanges.copy()  # See `named`.
+        return {name: exchange for (owner, name), exchange in exchanges.items() if owner == anchor}
 
     def hand_over(self, optimizer: Any, name: str, fill: Callable[[EncodedReducer], None]) -> None:
         """Calls `fill`, which sets codec states, with an `EncodedReducer`, now or once the first step has made it.
@@ -222,8 +224,8 @@ class CompressionState(tf.Module):
         Costs a copy of the states. For the same number of workers, `tf.train.Checkpoint` restores the same bits.
         """
         own = {
-            f"{self._known.names[key]}/{i}": array
-            for key, exchange in self._known.exchanges.items()
+            f"{name}/{i}": array
+            for name, exchange in self._known.named().items()
             for i, array in enumerate(exchange.pending())
         }
         return {**self._known.inherited, **own}
@@ -242,8 +244,8 @@ class CompressionState(tf.Module):
           ValueError: If `states` is empty, or its entries are not of the same run.
         """
         self._known.inherited = sum_of(states)
-        for key, exchange in self._known.exchanges.items():
-            self._inherit(exchange, self._known.names[key])
+        for name, exchange in self._known.named().items():
+            self._inherit(exchange, name)
 
     def _fill(self, made: EncodedReducer, key: Any, name: str) -> None:
         """Sets the codec states of a new `EncodedReducer` from an earlier `redistribute` or `hand_over`."""
@@ -326,6 +328,11 @@ class CompressionState(tf.Module):
             raise TypeError(
                 "A `compression` function must return a codec of tfdist.compression, its name, or None for each "
                 f"gradient, got {chosen!r}. Change its result."
+            )
+        if chosen == AUTO:
+            raise ValueError(
+                "A `compression` function must return a codec of tfdist.compression, its name, or None for each "
+                "gradient, got 'auto', which chooses for all gradients. Pass compression='auto' to the strategy."
             )
         codec = from_name(chosen)
         if codec is None:
@@ -427,6 +434,11 @@ class _Known:
         self.made: list[EncodedReducer] = []
         self.inherited: dict[str, np.ndarray] = {}
         self.awaited: dict[Any, tuple[Callable[[EncodedReducer], None], Any]] = {}
+
+    def named(self) -> dict[str, EncodedReducer]:
+        """The exchanges by name. From copies, since the garbage collector may call `_forget` at any time."""
+        exchanges, names = self.exchanges.copy(), self.names.copy()
+        return {names[key]: exchange for key, exchange in exchanges.items() if key in names}
 
     def signatures(self) -> set[str]:
         """Checksums of the shapes and types of the gradients that optimizers have exchanged so far."""

@@ -1,9 +1,12 @@
 """Functions that the tests of `compression="auto"` run in worker processes."""
 
 import contextlib
+import gc
 import os
+import weakref
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import tfdist
@@ -11,6 +14,8 @@ from backup_checks import await_save
 from compressed_checks import BATCH, FEW, MODES, build, data
 from keras_features import outcome, small_weights_too, strategy_of
 from tfdist.backup import between_fits
+from tfdist.backup.residual_states import ResidualStates
+from tfdist.backup.state_provider import TrainedFit
 from tfdist.strategies.codec_trials import CodecTrials, Numbers
 
 AUTO = tfdist.compression.Auto(
@@ -102,15 +107,15 @@ def unbroken_and_resumed(placement, folder):
     return results
 
 
-def backed_up(placement, folder):
-    """Returns the choices after a restart from a backup, which `tfdist.callbacks.BackupAndRestore` has made."""
+def backed_up(placement, folder, then=AUTO):
+    """Returns the choices before and after a restart from a backup, after which `compression` is `then`."""
     x, y = data()
     noted = []
-    for stop in (3, None):
+    for stop, auto in ((3, AUTO), (None, then)):
         strategy_of.cache_clear()
         choices = Choices()
         with times_of_steps(SLOW_LINK):
-            model = build(strategy_of(placement, AUTO), widths=FEW)
+            model = build(strategy_of(placement, auto), widths=FEW)
             callbacks = [tfdist.callbacks.BackupAndRestore(folder), choices, Stop(stop)]
             with contextlib.suppress(InterruptedError):
                 model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0, shuffle=False, callbacks=callbacks)
@@ -119,6 +124,57 @@ def backed_up(placement, folder):
             between_fits.processes.pop(os.path.realpath(folder)).store.release()  # As in another process.
         noted.append(choices.noted)
     return noted
+
+
+def names_in_a_commit(placement):
+    """Returns the names of the codec states that a backup of a model with a `LossScaleOptimizer` saves."""
+    strategy = strategy_of(placement, AUTO)
+    model = build(strategy, widths=FEW, policy="mixed_float16")
+    model.fit(*data(BATCH), batch_size=BATCH, verbose=0)
+    return sorted(ResidualStates(TrainedFit(model)).capture().own)
+
+
+def residuals_beside_a_gradient(placement, value):
+    """Returns residuals before and after a step in which a gradient that `int8` does not encode has this value."""
+    codecs = [
+        tfdist.compression.Float16(min_elements=20, block_size=32),
+        tfdist.compression.Int8(min_elements=1000, block_size=16),
+    ]
+    strategy = strategy_of(placement, tfdist.compression.Auto(codecs))
+    with strategy.scope():
+        variables = [tf.Variable(tf.ones([50, 40])), tf.Variable(tf.ones([5, 8]))]
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(variables)
+    gradient = tf.random.stateless_normal([50, 40], [1, 2])
+
+    @tf.function
+    def step(beside):
+        strategy.run(lambda: optimizer.apply([gradient, tf.fill([5, 8], beside)], variables))
+
+    step(tf.constant(1.0))
+    exchange = strategy.communication.exchanges[-1]
+    found = []
+    for beside in (1.0, value):
+        for control in exchange.controls:
+            control.chosen.assign([2, 1])
+        step(tf.constant(beside))
+        found.append(np.concatenate([each.numpy().ravel() for each in exchange.residuals()]))
+    return found
+
+
+def frees_gradients(placement):
+    """Returns whether the gradients of the first step are freed, although their exchange stays."""
+    strategy = strategy_of(placement, AUTO)
+    with strategy.scope():
+        variables = [tf.Variable(tf.ones([9, 33]))]
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(variables)
+    gradients = [tf.ones([9, 33]) * 2]
+    kept = [weakref.ref(each) for each in gradients]
+    exchange = strategy.communication.exchange_of(optimizer, gradients, variables)
+    del gradients
+    gc.collect()
+    return exchange.encodes, [each() is None for each in kept]
 
 
 def train_in_a_loop(placement):

@@ -302,7 +302,7 @@ def opt_outs_that_would_do_nothing():
 
 def mistakes_of_a_first_step(mistake):
     """Returns the error that the first step raises for a mistake that cannot be found earlier."""
-    policies = {"kind": lambda *gradient: 8, "name": lambda *gradient: "int9"}
+    policies = {"kind": lambda *gradient: 8, "name": lambda *gradient: "int9", "auto": lambda *_: "auto"}
     strategy = tfdist.MirroredStrategy(compression=policies.get(mistake, CODECS["int8"]))
     dtype = tf.bool if mistake == "truths" else tf.float32
     with strategy.scope():

@@ -70,6 +70,29 @@ def test_a_backup_keeps_the_choice(pools, tmp_path):
     assert later == first + [(["int8"], True)] * 10  # The backup has the notes of the callback too.
 
 
+def test_after_a_backup_of_other_allowed_codecs_trials_begin_anew(pools, tmp_path):
+    then = tfdist.compression.Auto([tfdist.compression.Int8(min_elements=20, block_size=16)])
+    [(first, later)] = pools("1x2").run(checks.backed_up, "1x2", str(tmp_path), then)
+    assert first[-1] == (["int8"], True)
+    assert later[len(first)] == ([None], False)
+
+
+def test_a_commit_has_each_codec_state_once_under_loss_scaling(pools):
+    [names] = pools("1x2").run(checks.names_in_a_commit, "1x2")
+    assert len([name for name in names if name.endswith("/chosen/0")]) == 1, names
+
+
+@pytest.mark.parametrize(("value", "changes"), [(1.0, True), (float("nan"), False)])
+def test_residuals_stay_if_a_gradient_that_is_not_encoded_is_not_finite(value, changes, pools):
+    [(before, after)] = pools("1x2").run(checks.residuals_beside_a_gradient, "1x2", value)
+    assert before.any()
+    assert (before != after).any() == changes
+
+
+def test_an_exchange_keeps_no_gradients(pools):
+    assert pools("1x2").run(checks.frees_gradients, "1x2") == [(True, [True])]
+
+
 def test_a_loop_of_the_user_changes_codecs_without_another_trace(pools):
     [(traces, names, value)] = pools("1x2").run(checks.train_in_a_loop, "1x2")
     assert traces == 1

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, separate
-from tfdist.strategies.collectives.codec_choice import _units
+from tfdist.strategies.collectives.codec_choice import _LEAST_PART, _units
 
 
 def laid_out(kilobytes):
@@ -37,14 +37,20 @@ def test_buckets_are_halves_if_tensors_allow(sizes, buckets):
 def test_a_unit_with_a_choice_of_a_small_model_is_one_message_uncompressed(seed):
     draw = random.Random(seed)
     tensors = [tf.TensorSpec([draw.choice([64, 144, 288, 576]) * 256]) for _ in range(draw.randint(2, 14))]
-    units = _units(range(len(tensors)), tensors)
+    units = _units(range(len(tensors)), tensors, 0.0)
     assert sorted(i for unit in units for i in unit) == list(range(len(tensors)))
     assert [len(fill_buckets([tensors[i] for i in unit], BUCKET_BYTES)) for unit in units] == [1] * len(units)
 
 
+def test_a_small_model_with_a_choice_is_one_unit():
+    assert _units(range(4), [tf.TensorSpec([256, 1000])] * 4, 0.0) == [[0, 1, 2, 3]]
+
+
 def test_a_tiny_layer_with_a_choice_is_no_unit_of_its_own():
     shapes = [[784, 2048], [2048, 2048], [2048, 10]]
-    assert _units(range(3), [tf.TensorSpec(shape) for shape in shapes]) == [[0], [1]]
+    tensors = [tf.TensorSpec(shape) for shape in shapes]
+    assert _units(range(3), tensors, _LEAST_PART) == [[0], [1]]
+    assert _units(range(3), tensors, 0.0) == [[0], [1], [2]]
 
 
 def test_tensors_of_unknown_rank_travel_whole():

@@ -37,25 +37,23 @@ class Steps:
         self.control = ChoiceControl(Alternatives(["int8"], [[0]]), "/device:CPU:0", rank=rank, ranks=2, tell=None)
         self.script = self.control.decider._trials = Script(TrialOrder((1,), is_final))
         self._apart = tf.Variable(0.0)
-        self._done = 0
         self._run = tf.function(self._in_graph, autograph=False)
 
     def step(self, computed=1000.0, summed=1000.5, of_other=(0.0,) * 5):
         """Runs a step whose gradients and sums are there at these times. Returns whether the policy took numbers."""
         before = len(self.script.taken)
         self._times[:] = [np.float64(computed), np.float64(summed)]
-        self._run(tf.constant(self._done, tf.int64), tf.constant(of_other), tf.constant(False))
-        self._done += 1
+        self._run(tf.constant(of_other), tf.constant(False))
         return len(self.script.taken) > before
 
     def fail(self):
         """Runs a step that ends before its sums are there."""
         self._times[:] = [np.float64(5000), np.float64(5001)]
         with pytest.raises(tf.errors.InvalidArgumentError, match="a worker is lost"):
-            self._run(tf.constant(self._done, tf.int64), tf.zeros([5]), tf.constant(True))
+            self._run(tf.zeros([5]), tf.constant(True))
 
-    def _in_graph(self, done, of_other, fails):
-        numbers = self.control.own_numbers(self.control.choice(), done) + of_other
+    def _in_graph(self, of_other, fails):
+        numbers = self.control.own_numbers(self.control.choice()) + of_other
         gradient = tf.ones([3])
         with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(fails), ["a worker is lost"])]):
             summed = tf.identity(gradient)

@@ -303,7 +303,7 @@ def test_the_default_uses_one_codec_of_16_bits_and_int8():
 @pytest.mark.parametrize(
     "allow",
     [
-        *((), "int8", 8, ["int9"], [None], [tfdist.compression.Int8]),
+        *((), "int8", 8, ["int9"], [None], ["auto"], [tfdist.compression.Auto()], [tfdist.compression.Int8]),
         [tfdist.compression.Int8(start_step=3)],
         tfdist.compression.Int8(),
     ],

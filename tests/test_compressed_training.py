@@ -347,6 +347,7 @@ def test_an_opt_out_without_effect_raises(pools):
         ("truths", "ValueError: Gradients must have a numeric type, so that replicas can sum them, but gradient 0"),
         ("kind", "TypeError: A `compression` function must return"),
         ("name", "ValueError: `compression` must be"),
+        ("auto", "ValueError: A `compression` function must return"),
     ],
 )
 def test_mistakes_found_in_the_first_step_raise(mistake, words, pools):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.strategies.auto_compression import Auto
 from tfdist.strategies.compression import (
     NAMES,
     BFloat16,
@@ -513,7 +514,6 @@ def test_unsupported_values_raise(misuse, words):
 class Rounded(WordCodec):
     """A user-defined codec with one word per value."""
 
-    name = "rounded"
     granule = 3
 
     def words(self, elements):
@@ -532,6 +532,7 @@ def test_a_user_defined_codec_needs_four_members():
     np.testing.assert_array_equal(received, [0, 3, -2, 4])
     np.testing.assert_array_equal(rest, [0.25, -0.25, 0.5, 0])
     assert from_name(codec) is codec and codec.for_rows().states == 0
+    assert codec.name == "rounded" and codec in Auto(["int8", codec]).allow
 
 
 def test_power_sgd_starts_equal_on_workers_and_different_for_matrices(mode):

@@ -54,6 +54,8 @@ class ChoiceControl:
             # The least numbers of the steps since the policy took some. They begin with 0, since infinite ones would
             # become NaN in the sum.
             self._least = tf.Variable(tf.zeros([_NUMBERS]), trainable=False, name="least_numbers")
+            # Not the count of the optimizer, which may apply several lists of gradients in a step.
+            self._steps = tf.Variable(0, trainable=False, name="steps", dtype=tf.int64)
         self.decider = Decider(alternatives, tell)
         self._decide = _deciding(self.decider)
 
@@ -62,21 +64,17 @@ class ChoiceControl:
         with tf.device(self._host):
             return self.chosen.read_value()
 
-    def own_numbers(self, choice: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    def own_numbers(self, choice: tf.Tensor) -> tf.Tensor:
         """Returns the numbers of the last steps, to be summed over all replicas, float32 [ranks * 2 + 1].
 
-        The last one tells whether the policy takes the numbers. Only rank 0 sets it, since `done` may differ between
-        replicas after a step that failed.
-
-        Args:
-          choice: See `choice`.
-          done: Steps that the optimizer has taken.
+        The last one tells whether the policy takes the numbers. Only rank 0 sets it, since the numbers of steps may
+        differ between replicas after a step that failed. `choice` is that of this step.
         """
         with tf.device(self._host):
             of_all = tf.one_hot(self._rank, self._ranks)[:, tf.newaxis] * self._least.read_value()
             takes = tf.constant(False)
             if self._rank == 0:
-                takes = tf.logical_or(tf.equal(choice[-1], 0), tf.equal(done % WINDOW, 0))
+                takes = tf.logical_or(tf.equal(choice[-1], 0), tf.equal(self._steps.read_value() % WINDOW, 0))
             return tf.concat([tf.reshape(of_all, [-1]), tf.cast(takes, tf.float32)[tf.newaxis]], axis=0)
 
     def end_step(self, gradients: Sequence[Any], totals: Sequence[Any], numbers: tf.Tensor, apart: tf.Tensor) -> None:
@@ -99,6 +97,8 @@ class ChoiceControl:
             # A step that fails before all sums are there changes nothing.
             with tf.control_dependencies([now, of_all]):
                 self._ended.assign(now)
+                if self._rank == 0:
+                    self._steps.assign_add(1, read_value=False)
                 self._least.assign(tf.where(takes, own, tf.minimum(self._least.read_value(), own)))
                 self._decide(self.chosen.handle, takes, of_all)
 

@@ -12,8 +12,11 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies.codec_mixtures import UnitBytes
 from tfdist.strategies.collectives.all_reduce import Collectives
-from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, known_bytes
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, known_bytes
 from tfdist.strategies.collectives.codec_parts import CodecPart
+from tfdist.strategies.collectives.finite_sums import all_true
+from tfdist.strategies.collectives.finite_sums import is_finite as is_finite_sum
+from tfdist.strategies.collectives.packed_tensors import PackedTensors
 from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.compression import Codec, WordCodec
@@ -25,7 +28,7 @@ NO_TIME = (0.0, 0.0)  # Seconds of coding and of exchange.
 _MOST_GROUPS, _GROUP_BYTES = 3, 8 << 20
 _MOST_UNITS = 16  # Each adds some operations to the graph.
 # Units with a smaller part of the bytes travel with the gradients that have no codec, so as not to be messages of their
-# own. If the rest is sent by `int8`, a replica sends up to 1.2 % more bytes by this.
+# own. If the rest is sent by `int8`, a replica sends up to 1.2 % more bytes for each of them.
 _LEAST_PART = 1 / 256
 _KEYS = 4  # Most collectives of a bucket or sparse gradient on one transport.
 
@@ -83,29 +86,32 @@ class CodecChoice:
           timed: Whether to measure the time.
 
         Returns:
-          The sums in the order of `positions`, the new states, whether no codec has seen an Inf or NaN, and the seconds
-          of coding and exchange.
+          The sums in the order of `positions`, the new states, whether the sums are finite (True if none is encoded),
+          and the seconds of coding and exchange; and the sums as few joined tensors.
         """
+        members = [gradients[i] for i in self.positions]
+        packing = None if self.is_divided else PackedTensors(members)
+        given = members if packing is None else packing.pack(members)
         buckets = [part.num_buckets for part in self.parts]
         # A unit has about the size of a bucket. Smaller buckets would be more messages than without a choice.
-        buckets.append(collectives.buckets_of([gradients[i] for i in self.positions], options, BUCKET_BYTES))
+        buckets.append(collectives.buckets_of(given, options, BUCKET_BYTES))
         branch = collectives.reserve(replica, _KEYS * 2 * max(buckets))
 
-        def uncompressed(positions):
-            members = [gradients[i] for i in positions]
-            if not members:
+        def uncompressed(tensors, positions):
+            if not tensors:
                 return []
             if not self.is_divided:
-                return collectives.sum_in_buckets(members, replica, options, BUCKET_BYTES)
+                return collectives.sum_in_buckets(tensors, replica, options, BUCKET_BYTES)
             return PartReducer(collectives).reduce_scatter_tensors(
-                members, partitions=[self._partitions[i] for i in positions], replica=replica, options=options
+                tensors, partitions=[self._partitions[i] for i in positions], replica=replica, options=options
             )
 
         def raw():
             with branch():
-                return uncompressed(self.positions), list(states), tf.constant(True), _seconds(NO_TIME)
+                return uncompressed(given, self.positions), list(states), tf.constant(True), _seconds(NO_TIME)
 
         def encoded(place):
+            own_gradients = dict(zip(self.positions, given if packing is None else packing.unpack(given), strict=True))
             part, watch = (
                 self.parts[place],
                 Stopwatch(collectives.device(replica), collectives.untouched(replica), timed),
@@ -115,15 +121,19 @@ class CodecChoice:
             rest = [i for i in self.positions if i not in set(part.positions)]
             with branch():
                 sums, new, is_finite = part.exchange(
-                    [gradients[i] for i in part.positions], states[own], replica, collectives, options, watch
+                    [own_gradients[i] for i in part.positions], states[own], replica, collectives, options, watch
                 )
-                sums = dict(zip([*part.positions, *rest], [*sums, *uncompressed(rest)], strict=True))
+                beside = uncompressed([own_gradients[i] for i in rest], rest)
+                is_finite = all_true([is_finite, *map(is_finite_sum, beside)])
+                sums = dict(zip([*part.positions, *rest], [*sums, *beside], strict=True))
                 spent = watch.seconds()
             kept = [*states[: own.start], *new, *states[own.stop :]]
-            return [sums[i] for i in self.positions], kept, is_finite, spent
+            totals = [sums[i] for i in self.positions]
+            return totals if packing is None else packing.pack(totals), kept, is_finite, spent
 
         branches = [raw, *(_called(functools.partial(encoded, place)) for place in range(len(self.parts)))]
-        return tf.switch_case(choice, branches)
+        joined, *others = tf.switch_case(choice, branches)
+        return joined if packing is None else packing.unpack(joined), *others, joined
 
     def codecs_of(self, choice: int, codecs: Sequence[Codec]) -> dict[int, Codec]:
         """Returns the codecs of encoded gradients, by position, with a choice of the group, from the list of all."""
@@ -228,7 +238,9 @@ def choices_among(
         alike = [i for i, each in enumerate(partitions) if i not in sparse and _is_divided(each) is is_divided]
         alike = [i for i in alike if any(fits(codec, i) for codec in codecs)]
         units = []
-        for positions in _units(alike, gradients):
+        # A codec such as `powersgd` sends so little that a tiny unit would be a large part of it.
+        least = _LEAST_PART if all(isinstance(codec, WordCodec) for codec in codecs) else 0.0
+        for positions in _units(alike, gradients, least):
             found: dict[int, CodecPart] = {}
             for place, codec in enumerate(codecs):
                 own = [i for i in positions if fits(codec, i) and (isinstance(codec, WordCodec) or not is_divided)]
@@ -254,11 +266,14 @@ def _called(branch: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: tf_internals.not_inlined(branch)()
 
 
-def _units(positions: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:
-    """Divides gradients, in the order of the layers, into units of about a bucket each. Leaves out tiny units."""
-    members = [gradients[i] for i in positions]
-    sizes = [known_bytes(each) for each in members]
-    limit = max(bucket_bytes(members), sum(sizes) / _MOST_UNITS) if members else 0
+def _units(positions: Sequence[int], gradients: Sequence[Any], least_part: float) -> list[list[int]]:
+    """Divides gradients, in the order of the layers, into units of about a bucket each.
+
+    Leaves out units with less than `least_part` of the bytes. A small model is one unit. Without a choice it is two
+    buckets; the gradients without a codec are the second one here.
+    """
+    sizes = [known_bytes(gradients[i]) for i in positions]
+    limit = max(BUCKET_BYTES, sum(sizes) / _MOST_UNITS)
     units: list[list[int]] = []
     held = limit
     for position, size in zip(reversed(positions), reversed(sizes), strict=True):
@@ -267,7 +282,7 @@ def _units(positions: Sequence[int], gradients: Sequence[Any]) -> list[list[int]
             held = 0
         units[0].insert(0, position)
         held += size
-    least = _LEAST_PART * sum(sizes)
+    least = least_part * sum(sizes)
     return [unit for unit in units if sum(known_bytes(gradients[i]) for i in unit) >= least]
 
 

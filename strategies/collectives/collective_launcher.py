@@ -12,7 +12,10 @@ from tfdist.strategies.collectives.host_device import host_of
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
-FIRST_KEY_BESIDE = 1 << 30  # Keys of exchanges that run beside steps begin here. Steps never count as far.
+FIRST_KEY_BESIDE = 1 << 30  # Keys of exchanges that run beside steps begin here.
+# Keys begin anew after so many, far more than run at a time. So the keys of steps stay below those beside steps, and
+# no key is negative: with `compression="auto"` a large model counts thousands of keys in a step.
+_NUMBER_OF_KEYS = 1 << 29
 _CARRIERS = {
     tf.bfloat16: tf.float32,
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
@@ -62,13 +65,13 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
     last batch). Here each replica counts its collectives in a variable, in the order of the program, also in branches
     and loops. The counts agree if all replicas run the same collectives in the same order, whenever they traced them.
 
-    Costs one integer addition per collective. The collectives themselves run concurrently, except on GPUs, where NCCL
-    needs an order.
+    Costs a few integer operations per collective. The collectives run concurrently, except on GPUs, where NCCL needs an
+    order.
 
     The argument `first_key` is the key before that of the first collective.
 
     Attributes:
-      count: The key of the last launched collective, int32 [].
+      count: The number of collectives launched so far, int64 [].
       untouched: A variable on a CPU, for operations that need a resource; none reads or writes it.
     """
 
@@ -76,7 +79,8 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         super().__init__(group_key, group_size, collective_keys, device, options)
         host = host_of(device)
         with tf.init_scope(), tf.device(host):
-            self.count = tf.Variable(first_key, dtype=tf.int32, trainable=False, name="collectives_launched")
+            self.count = tf.Variable(0, dtype=tf.int64, trainable=False, name="collectives_launched")
+        self._first_key = first_key
         with tf.init_scope(), tf.device(device if "CPU" in device else host):
             self.untouched = tf.Variable(0.0, trainable=False, name="untouched")
         self._reserved: tuple[Iterator[tf.Tensor], tf.Tensor] | None = None  # Keys, and a resource; see `reserve`.
@@ -93,7 +97,7 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
 
         @contextlib.contextmanager
         def branch() -> Iterator[None]:
-            self._reserved = (last - place for place in reversed(range(most))), token
+            self._reserved = (self._key_of(last - place) for place in reversed(range(most))), token
             try:
                 yield
             finally:
@@ -117,7 +121,11 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         if self._reserved is not None:
             return [next(self._reserved[0]) for _ in range(count)][-1]
         # Convert to a tensor now: a later read of the variable, as in a loop, would delay the next collective.
-        return tf.convert_to_tensor(self.count.assign_add(count))
+        return self._key_of(tf.convert_to_tensor(self.count.assign_add(count)))
+
+    def _key_of(self, number: tf.Tensor) -> tf.Tensor:
+        """Returns the key of a collective, int32 [], from its number, int64 []."""
+        return self._first_key + tf.cast(tf.bitwise.bitwise_and(number, _NUMBER_OF_KEYS - 1), tf.int32)
 
     def _all_gather(self, input_tensor, options):
         dtype = input_tensor.dtype

@@ -19,6 +19,7 @@ from tfdist.strategies.collectives.codec_parts import part_of_codec, parts_by_co
 from tfdist.strategies.collectives.codec_state_layout import CodecStateLayout
 from tfdist.strategies.collectives.finite_sums import all_true, check_if, is_finite
 from tfdist.strategies.collectives.host_device import host_of
+from tfdist.strategies.collectives.packed_tensors import PackedTensors
 from tfdist.strategies.collectives.replica_exchange import ReplicaExchange
 from tfdist.strategies.collectives.sparse import sparse_row_bytes
 from tfdist.strategies.collectives.transport import Gradient
@@ -148,7 +149,7 @@ class EncodedReducer(tf.Module):
         options = options or tf_internals.CommunicationOptions()
         control = self.controls[replica] if self.controls else None
         choice: Any = None if control is None else control.choice()
-        numbers = [] if control is None else [control.own_numbers(choice, done)]
+        numbers = [] if control is None else [control.own_numbers(choice)]
         exchange = ReplicaExchange(replica, gradients, done, options, choice, list(self.states[replica]))
         with tf.device(collectives.device(replica)):
             self._sum_by_choice(exchange)
@@ -170,7 +171,7 @@ class EncodedReducer(tf.Module):
         exchange.choices_of_units = of_units
         for unit, own_choice in zip(self._choices.dense, of_units, strict=True):
             states = exchange.next_states(unit.num_states)
-            summed = unit.sum(
+            *summed, joined = unit.sum(
                 own_choice,
                 exchange.gradients,
                 states,
@@ -180,6 +181,7 @@ class EncodedReducer(tf.Module):
                 self.is_timed,
             )
             exchange.put_encoded(unit.positions, *summed)
+            exchange.joined_of_units.append(joined)
         for rows in self._choices.rows:
             choice = exchange.choice[rows.group]
             sums = rows.sum(choice, exchange.gradients, exchange.replica, self._collectives, exchange.options)
@@ -205,15 +207,24 @@ class EncodedReducer(tf.Module):
     def _sum_uncompressed(self, exchange: ReplicaExchange, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums the gradients without a codec, whole or in parts. Returns the sums of `numbers`, which go with them."""
         replica, options = exchange.replica, exchange.options
-        members = [*numbers, *exchange.members(self._raw)]
-        raw = self._collectives.sum_in_buckets(members, replica, options, self._raw_bucket_bytes)
-        exchange.put(self._raw, raw[len(numbers) :])
+        rows = [i for i in self._raw if i in self._sparse]
+        dense = [i for i in self._raw if i not in self._sparse]
+        members = [*numbers, *exchange.members(dense)]
+        # With a choice, few operations look for an Inf or NaN in the sums, in a branch that is seldom taken.
+        packing = PackedTensors(members) if numbers else None
+        given = [*exchange.members(rows), *(members if packing is None else packing.pack(members))]
+        summed = self._collectives.sum_in_buckets(given, replica, options, self._raw_bucket_bytes)
+        exchange.unchecked += summed
+        exchange.put(rows, summed[: len(rows)])
+        raw = summed[len(rows) :] if packing is None else packing.unpack(summed[len(rows) :])
+        exchange.put(dense, raw[len(numbers) :])
         own = PartReducer(self._collectives).reduce_scatter_tensors(
             exchange.members(self._raw_parts),
             partitions=[self._partitions[i] for i in self._raw_parts],
             replica=replica,
             options=options,
         )
+        exchange.unchecked += own
         exchange.put(self._raw_parts, own)
         return raw[: len(numbers)]
 
@@ -235,15 +246,16 @@ class EncodedReducer(tf.Module):
         """Assigns the new codec states if the sums of all gradients are finite."""
         choice, totals = exchange.choice, exchange.totals
         # Check sums that no codec has checked, and float16 ones, which may overflow when cast from float32.
-        raw = {*self._raw, *self._raw_parts, *self._sparse}
-        unseen = [i for i, each in enumerate(exchange.gradients) if i in raw or each.dtype == tf.float16]
-        units = zip(self._choices.dense, exchange.choices_of_units, strict=True)
-        groups = [(unit.positions, own_choice == 0) for unit, own_choice in units]
+        also = {i for i in self._sparse if i not in self._raw}
+        also |= {i for i, each in enumerate(exchange.gradients) if each.dtype == tf.float16}
+        unseen = [*exchange.unchecked, *(totals[i] for i in sorted(also))]
+        units = zip(exchange.joined_of_units, exchange.choices_of_units, strict=True)
+        groups = [(joined, own_choice == 0) for joined, own_choice in units]
         branch = self._collectives.reserve(exchange.replica, 1) if choice is not None and self.in_parts else None
 
         def assign_if_finite():
-            unseen_groups = [tf.cond(*check_if(totals, *group)) for group in groups]
-            all_finite = all_true([*exchange.finite, *(is_finite(totals[i]) for i in unseen), *unseen_groups])
+            unseen_groups = [tf.cond(*check_if(*group)) for group in groups]
+            all_finite = all_true([*exchange.finite, *map(is_finite, unseen), *unseen_groups])
             if self.in_parts:  # No replica sees the whole sums.
                 with contextlib.nullcontext() if branch is None else branch():
                     all_finite = self._on_all_replicas(all_finite, exchange.replica, exchange.options)

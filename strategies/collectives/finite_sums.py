@@ -30,9 +30,9 @@ def is_finite(total: Gradient) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
 
 
-def check_if(totals: Sequence[Gradient], positions: Sequence[int], is_unseen: tf.Tensor) -> tuple[Any, Any, Any]:
+def check_if(totals: Sequence[Gradient], is_unseen: tf.Tensor) -> tuple[Any, Any, Any]:
     """The arguments of a `tf.cond` that tells whether sums are finite, and looks at them only if no codec has done."""
-    return is_unseen, lambda: all_true([is_finite(totals[i]) for i in positions]), lambda: tf.constant(True)
+    return is_unseen, lambda: all_true([is_finite(each) for each in totals]), lambda: tf.constant(True)
 
 
 def all_finite(totals: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -21,6 +21,8 @@ class ReplicaExchange:
       choice: The chosen codec of each group, int32 [groups]; `None` without codecs to choose from.
       old: The variables of the codec states.
       choices_of_units: The chosen codec of each unit, int32 [].
+      joined_of_units: The sums of each unit, as few joined tensors.
+      unchecked: Sums in which no codec has looked for an Inf or NaN, some of them joined.
       totals: The sums of gradients; the gradient itself in the place of a sum that is not there yet.
       new: The new codec states, in the order of `old`.
       finite: Whether the sums that codecs have checked are finite, bool [].
@@ -34,6 +36,8 @@ class ReplicaExchange:
     choice: Any
     old: list[tf.Variable]
     choices_of_units: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    joined_of_units: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
+    unchecked: list[Any] = dataclasses.field(default_factory=list)
     totals: list[Any] = dataclasses.field(default_factory=list)
     new: list[tf.Tensor] = dataclasses.field(default_factory=list)
     finite: list[tf.Tensor] = dataclasses.field(default_factory=list)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -89,6 +89,11 @@ class WordCodec(Codec):
     two_shot: ClassVar[bool] = True
     # Whether zeros decode to zeros. If not, padding repeats values of its block, and its residual is dropped.
     keeps_zeros: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        if not hasattr(cls, "name"):  # For logs and checkpoints. A codec of the user needs no name of its own.
+            cls.name = cls.__name__.lower()
 
     @property
     def granule(self) -> int:

@@ -33,15 +33,17 @@ class ResidualStates(StateProvider):
             for name, exchange in exchanges
             for place, variable in _variables(exchange).items()
         }
-        return CapturedState(own=kept, late=functools.partial(_pending, exchanges, kept))
+        layouts = {name: exchange.layout.serialize() for name, exchange in exchanges}
+        return CapturedState(own=kept, own_plain=layouts, late=functools.partial(_pending, exchanges, kept))
 
     def restore(self, saved: SavedState) -> None:
         """Restores codec states of this worker's replicas bit for bit, or distributes the former workers'."""
         if self._communication is None or saved.is_of_later_fit:
             return
         if saved.is_alike:
+            layouts = saved.own.plain or {}  # Commits of earlier versions have none.
             for name, own in _by_exchange(saved.own.arrays).items():
-                self._hand_over(name, functools.partial(_assign, own))
+                self._hand_over(name, functools.partial(_assign, own, layouts.get(name)))
         elif all(part.late for part in saved.parts):  # see `CompressionState.redistribute`
             for name, own in _by_exchange(sum_of([part.late for part in saved.parts])).items():
                 arrays = [own[str(i)] for i in range(len(own))]
@@ -65,9 +67,13 @@ class ResidualStates(StateProvider):
         return [outer.optimizer for outer in trained.outer]
 
     def _exchanges(self) -> Iterator[tuple[str, EncodedReducer]]:
-        if self._communication is not None:
-            for place, optimizer in enumerate(self._optimizers()):
-                for name, exchange in self._communication.exchanges_of(optimizer).items():
+        if self._communication is None:
+            return
+        found = set()  # A `LossScaleOptimizer` has the exchanges of the optimizer in it.
+        for place, optimizer in enumerate(self._optimizers()):
+            for name, exchange in self._communication.exchanges_of(optimizer).items():
+                if id(exchange) not in found:
+                    found.add(id(exchange))
                     yield f"{place}/{name}", exchange
 
     def _hand_over(self, name: str, give: Callable[[EncodedReducer], None]) -> None:
@@ -118,7 +124,10 @@ def _by_exchange(saved: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndar
     return grouped
 
 
-def _assign(saved: Mapping[str, np.ndarray], exchange: EncodedReducer) -> None:
+def _assign(saved: Mapping[str, np.ndarray], layout: str | None, exchange: EncodedReducer) -> None:
+    own_layout = exchange.layout.serialize()
+    if layout not in (None, own_layout):  # The choice of `Auto` is a place in its list of codecs, in any shapes.
+        raise ValueError(f"Expected the states of {own_layout}, got {layout}.")
     variables = _variables(exchange)
     here, there = ({name: tuple(each.shape) for name, each in named.items()} for named in (variables, saved))
     if here != there:
