@@ -74,6 +74,7 @@ class Service:
         self._source, self._map_fn, self._timeout_seconds = source, map_fn, timeout_seconds
         self._reader = reader = Reader(source, map_fn)
         self._makers: dict[int, Callable[[tf.Tensor], Any]] = {}
+        self._receiving: threading.Thread | None = None  # The thread of the delivery that was closed last.
         self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
 
     def dataset(self, begin: Callable[[], BatchAssignment]) -> tf.data.Dataset:
@@ -104,23 +105,34 @@ class Service:
         try:
             while chunk is not None and not assignment.closed:
                 following = next(begun, None)  # The servers start on it while the present chunk is used.
-                yield from self._taken(*chunk, assignment)
-                chunk[1].close()
+                requests, delivery = chunk
+                if delivery is None:
+                    yield from self._made_here(requests, assignment)
+                else:
+                    yield from self._taken(requests, delivery, assignment)
+                self._close(delivery)
                 chunk, following = following, None
         finally:
             for left in filter(None, (chunk, following)):
-                left[1].close()
+                self._close(left[1])
 
-    def _begin(self, replica: int, requests: _Requests) -> tuple[_Requests, "_Delivery"]:
+    def _begin(self, replica: int, requests: _Requests) -> tuple[_Requests, "_Delivery | None"]:
+        if self._is_silent and self._receiving is not None and self._receiving.is_alive():
+            return requests, None  # Its thread may wait for ever. One for each chunk would be too many threads.
         batches = [indices for _, indices in requests]
         first = next((number for number, indices in enumerate(batches) if len(indices)), 0)
         return requests, _Delivery(lambda: self._dataset(batches, replica), first)
+
+    def _close(self, delivery: "_Delivery | None") -> None:
+        if delivery is not None:
+            delivery.close()
+            self._receiving = delivery.thread
 
     def _taken(self, requests: _Requests, delivery: "_Delivery", assignment: BatchAssignment) -> Iterator[Any]:
         # Do not wait again for a service that was silent, but use its batches if they arrive.
         patience = 0.0 if self._is_silent and not delivery.has_begun else self._timeout_seconds
         if not patience:
-            logging.log_every_n_seconds(logging.WARNING, "%s still sends no batches.", _REMIND_SECONDS, self._name)
+            self._remind()
         for number, (when, indices) in enumerate(requests):
             batch = delivery.take(number, patience, assignment) if len(indices) else None
             if assignment.closed:
@@ -140,6 +152,16 @@ class Service:
             if batch is None:
                 batch = self._make_here(indices, assignment.place.own.start)
             yield when, indices, batch
+
+    def _made_here(self, requests: _Requests, assignment: BatchAssignment) -> Iterator[Any]:
+        self._remind()
+        for when, indices in requests:
+            if assignment.closed:
+                return
+            yield when, indices, self._make_here(indices, assignment.place.own.start)
+
+    def _remind(self) -> None:
+        logging.log_every_n_seconds(logging.WARNING, "%s still sends no batches.", _REMIND_SECONDS, self._name)
 
     def _make_here(self, indices: np.ndarray, replica: int) -> Any:
         if replica not in self._makers:
@@ -181,7 +203,11 @@ class _Delivery:
         self._ended = False
         self.problem: str | None = None
         self._news = threading.Condition()
-        threading.Thread(target=self._receive, name="tfdist-service", daemon=True).start()
+        self.thread = threading.Thread(target=self._receive, name="tfdist-service", daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError as error:  # The process has too many threads.
+            self.problem, self._ended = f"failed: {error}", True
 
     @property
     def has_begun(self) -> bool:

@@ -450,6 +450,24 @@ def test_each_fit_uses_its_own_backup_dir_and_keep(tmp_path, monkeypatch, caplog
     assert sum("Keras' own BackupAndRestore" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_a_csv_file_has_each_epoch_once_also_if_its_fit_is_skipped(append, tmp_path):
+    logs = [tmp_path / "fit1.csv", tmp_path / "fit2.csv"]
+    for log in logs:
+        log.write_text("epoch,old\n")
+    for step in (checks.STEPS + 3, 3 * checks.STEPS):  # The second start comes to the end.
+        broken = checks.BreakOff(step, kills=False)
+        with contextlib.suppress(checks.BrokenOffError):
+            for log, others in zip(logs, ([], [broken]), strict=True):
+                logger = tfdist.callbacks.CSVLogger(log, append=append)
+                fit_on(str(tmp_path / "backup"), logger, *others, epochs=2, save_freq=1)
+        checks.await_save()
+        another_process(str(tmp_path / "backup"))
+    for log in logs:
+        assert [line.partition(",")[0] for line in log.read_text().splitlines()] == ["epoch", "0", "1"]
+        assert ("old" in log.read_text()) == append
+
+
 def test_a_model_is_freed_after_a_fit_with_backups(tmp_path):
     model, stop = checks.build(None), keras.callbacks.EarlyStopping(monitor="loss")
     model.run_eagerly = True

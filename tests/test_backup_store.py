@@ -464,6 +464,45 @@ def test_a_folder_that_cannot_be_removed_stays_empty(two, tmp_path):
     assert link.is_symlink() and list(two.iterdir()) == []
 
 
+class KilledError(BaseException):
+    """Ends the removal of a commit as a signal ends its process."""
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_rest_of_a_commit_is_removed_if_a_process_was_killed_while_it_removed_it(remote, tmp_path, monkeypatch):
+    directory = f"ram://{uuid.uuid4().hex}" if remote else str(tmp_path)
+    with owned(directory) as store:
+        write(store, 1)
+        remove = store._files.remove
+
+        def remove_one_file(path):
+            if path.endswith(MANIFEST):
+                return remove(path)
+            remove(os.path.join(path, "state.bin" if remote else MANIFEST))
+            raise KilledError
+
+        monkeypatch.setattr(store._files, "remove", remove_one_file)
+        with pytest.raises(KilledError):
+            write(store, 2, keep=1)
+    with owned(directory) as store:
+        assert sorted({*store._files.names(directory)} - {LOCK}) == ["step-2"]
+    assert found(directory) == 2
+
+
+def test_backups_in_a_folder_whose_name_is_not_utf_8_are_reported_and_removed(tmp_path, monkeypatch):
+    directory = os.fsdecode(bytes(tmp_path / "run-") + b"\xff")
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path / "logs"))
+    files = RunFiles(tmp_path / "logs")
+    with owned(directory) as store:
+        write(store, 3)
+    files.tell_of_commit(3, directory)
+    assert files.committed == (3, directory)
+    backup_cleanup.leave(directory)
+    backup_cleanup.remove(files.run_dir)
+    assert not os.path.exists(directory) and files.all_done_with == []
+
+
 @pytest.mark.slow
 def test_a_writer_killed_at_any_moment_loses_no_commit(tmp_path):
     rng = np.random.default_rng(0)

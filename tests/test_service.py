@@ -1,5 +1,6 @@
 """A tf.data service makes the same batches as the worker itself, even if servers fail."""
 
+import argparse
 import contextlib
 import os
 import pathlib
@@ -18,11 +19,12 @@ import tensorflow as tf
 
 from launched import eventually
 from tfdist.cluster import address, free_ports
-from tfdist.data import BalancedSharding, reading
+from tfdist.data import BalancedSharding, reading, service_client
 from tfdist.data.service_client import Service
 from tfdist.data.sources import as_source
 from tfdist.data.sources.tfrecord import TFRecordSource
-from tfdist.errors import SourceError
+from tfdist.errors import ClusterError, SourceError
+from tfdist.launch import data_service
 
 EXAMPLES, BATCH = 101, 12
 RECORD = np.dtype([("x", "<f4", 3), ("y", "<i8")])
@@ -203,6 +205,43 @@ def test_closing_ends_the_receiving_thread(files, service):
     assert eventually(lambda: all(each in before or each.name != "tfdist-service" for each in threading.enumerate()))
 
 
+def test_a_silent_service_gets_few_threads_and_sends_batches_when_it_answers(files, monkeypatch, caplog):
+    answers = threading.Event()
+
+    def blocked(*_):
+        answers.wait()
+        return [(0, "served")]
+
+    monkeypatch.setattr(service_client, "_answers", lambda address: False)
+    monkeypatch.setattr(service_client, "_CHUNK_ROWS", 1)  # one batch in each chunk
+    monkeypatch.setattr(Service, "_dataset", blocked)
+    served = Service("localhost:1", as_source(files), parse)
+    before = threading.enumerate()
+    asked = [(number, np.arange(40)) for number in range(30)]
+
+    assert [number for number, _, _ in served.batches(assignment_of(asked))] == list(range(30))
+    left = [each for each in threading.enumerate() if each not in before]
+    assert 0 < len(left) <= 2
+    answers.set()
+    assert eventually(lambda: not any(each.is_alive() for each in left))
+    assert "served" in [batch for _, _, batch in served.batches(assignment_of(asked)) if isinstance(batch, str)]
+    assert "sends batches again" in caplog.text
+
+
+def test_without_a_thread_for_the_service_a_worker_makes_the_batches_itself(files, monkeypatch, caplog):
+    class Refused(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(service_client, "_answers", lambda address: True)
+    served = Service("localhost:1", as_source(files), parse)
+    monkeypatch.setattr(service_client.threading, "Thread", Refused)
+
+    ((_, _, (_, y)),) = served.batches(assignment_of([(0, np.arange(40))]))
+    assert len(y) == 40
+    assert "can't start new thread" in caplog.text and "itself" in caplog.text
+
+
 def test_functions_that_servers_cannot_run_run_locally_with_a_warning(files, service, caplog):
     def in_python(record):
         x, y = parse(record)
@@ -256,6 +295,18 @@ def test_a_service_that_cannot_start_logs_the_reason(arguments, service, tmp_pat
 
     assert done.returncode == 1
     assert "Give another --port, --work-dir or --dispatcher" in done.stderr
+
+
+def test_a_server_that_tensorflow_refuses_to_start_is_a_clear_error(tmp_path, monkeypatch):
+    def refuse(config):
+        raise tf.errors.UnimplementedError(None, None, "Failed to register: unknown method")
+
+    monkeypatch.setattr(tf.data.experimental.service, "WorkerServer", refuse)
+    monkeypatch.setattr(data_service, "_check", lambda args, work_dir: None)
+    monkeypatch.setattr(data_service, "_deadline", contextlib.nullcontext)
+    arguments = argparse.Namespace(dispatcher="node0:12345", host="localhost", port=5050, work_dir=tmp_path)
+    with mock.patch.dict(os.environ), pytest.raises(ClusterError, match=r"unknown method\. Give another --port"):
+        data_service.run(arguments)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "web server"])

@@ -310,6 +310,26 @@ def test_files_without_records_are_refused(write, tmp_path):
         as_source(write(tmp_path / "empty.array_record" if write is write_array_record else tmp_path / "empty", []))
 
 
+@pytest.mark.parametrize(
+    ("skip", "take", "error", "said"),
+    [
+        (COUNT - 2, 3, SourceError, f"{COUNT} records, and a skip of {COUNT - 2} with a take of 3 needs {COUNT + 1}"),
+        (COUNT + 1, -1, SourceError, f"{COUNT} records, .* needs {COUNT + 1}"),
+        (-1, 3, ValueError, "not negative"),
+        (0, -2, ValueError, "not negative"),
+    ],
+)
+def test_a_part_that_its_file_does_not_have_is_refused(skip, take, error, said, tmp_path):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    with pytest.raises(error, match=rf"{path}.*{said}" if error is SourceError else rf"{said}.*{path}"):
+        TFRecordSource([(path, skip, take)])
+
+
+def test_a_take_of_minus_one_means_all_records_after_skip(tmp_path):
+    source = TFRecordSource([(write_tfrecord(tmp_path / "a.tfrecord"), 3, -1)])
+    assert read(source, range(len(source))) == RECORDS[3:]
+
+
 def test_parts_of_a_split_have_each_example_once_and_may_keep_all_features(tmp_path):
     builder, _ = prepared(tmp_path, COUNT, "array_record")
     parts = [as_source((builder, part)) for part in tfds.even_splits("train", 3)]

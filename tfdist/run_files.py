@@ -107,7 +107,7 @@ class RunFiles:
 
     def done_with(self, folder: str) -> pathlib.Path:
         """Returns the path of the file that asks the supervisor to remove a folder of backups when the job is done."""
-        return self.run_dir / f"done-with-{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
+        return self.run_dir / f"done-with-{hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]}"
 
     @property
     def all_done_with(self) -> list[pathlib.Path]:
@@ -133,7 +133,7 @@ class RunFiles:
     def committed(self) -> tuple[int, str] | None:
         """The step and the folder of the newest commit (a complete backup); `None` if no worker has reported one."""
         with contextlib.suppress(OSError, ValueError):
-            step, _, folder = (self.run_dir / "committed").read_text().partition("\n")
+            step, _, folder = (self.run_dir / "committed").read_text(errors="surrogateescape").partition("\n")
             return int(step), folder
         return None
 

@@ -29,12 +29,15 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file atomically: completely or not at all.
 
+    The text may hold a path with bytes that are not UTF-8, as `os.fsdecode` returns it. Such text must be read with
+    `errors="surrogateescape"`.
+
     Raises:
       OSError: If the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        with partial.open("x") as file:
+        with partial.open("x", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

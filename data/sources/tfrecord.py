@@ -9,9 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.sources.file_access import LocalFile, RemoteFile, expand, is_local, open_to_read, several
-from tfdist.data.sources.source import Source, digest, files_named
-from tfdist.data.sources.tfrecord_index import FOOTER_BYTES, HEADER_BYTES, load_index
+from tfdist.data.sources.source import Source, digest, files_named, this_worker
+from tfdist.data.sources.tfrecord_index import FOOTER_BYTES, HEADER_BYTES, TFRecordIndex, load_index
 from tfdist.errors import SourceError
+from tfdist.readable_numbers import counted
 
 _INDEXED_AT_ONCE = 8
 _SPAN_BITS = 22  # 4 MB
@@ -28,13 +29,13 @@ class TFRecordSource(Source):
 
     Args:
       paths: A path or glob pattern, local or for `tf.io.gfile`, or a list of them. A list may also hold
-        (file, skip, take), for a part of a file.
+        (file, skip, take), for a part of a file. As in TFDS, a `take` of -1 means all records after `skip`.
       check_data: Whether to compare all data with their CRCs when a file is indexed. If not, indexing reads only
         headers, far fewer bytes if records are large, and does not detect broken data.
 
     Raises:
-      ValueError: If there are no such files, or the files have no records.
-      SourceError: If a file is broken. The message names the file and the record.
+      ValueError: If there are no such files, the files have no records, or `skip` or `take` is negative.
+      SourceError: If a file is broken or has fewer records than its part. The message names the file and the record.
     """
 
     element_spec = tf.TensorSpec([], tf.string)
@@ -49,7 +50,7 @@ class TFRecordSource(Source):
         expand(path for path, _, _ in parts)
         with concurrent.futures.ThreadPoolExecutor(_INDEXED_AT_ONCE) as pool:
             indices = list(pool.map(lambda part: load_index(part[0], check_data), parts))
-        ranges = [slice(skip, None if take is None else skip + take) for _, skip, take in parts]
+        ranges = [_range(part, index) for part, index in zip(parts, indices, strict=True)]
         lengths = [index.lengths[part] for index, part in zip(indices, ranges, strict=True)]
         self._indices = indices
         self._skips = [part.start for part in ranges]
@@ -184,7 +185,26 @@ def _read_spans(opened: LocalFile | RemoteFile, offsets: np.ndarray, lengths: np
     return headers, [contents[span][start + HEADER_BYTES : end] for span, start, end in places]
 
 
-def _parts(path: str | os.PathLike[str] | tuple[str, int, int]) -> list[tuple[str, int, int | None]]:
-    if isinstance(path, tuple):
-        return [path]
-    return [(file, 0, None) for file in expand([path])]
+def _parts(path: str | os.PathLike[str] | tuple[str, int, int]) -> list[tuple[str, int, int]]:
+    if not isinstance(path, tuple):
+        return [(file, 0, -1) for file in expand([path])]
+    _, skip, take = path
+    if skip < 0 or take < -1:
+        raise ValueError(
+            "A part of a file is (file, skip, take) with numbers of records that are not negative, or a take of -1 for "
+            f"all records after skip, but got {path}. Count skip from the beginning of the file."
+        )
+    return [path]
+
+
+def _range(part: tuple[str, int, int], index: TFRecordIndex) -> slice:
+    """Returns the records that a part has of its file; raises if the file does not have them."""
+    path, skip, take = part
+    found, needed = len(index.lengths), skip + max(take, 0)
+    if needed > found:
+        raise SourceError(
+            f"A part (file, skip, take) must lie within its file, but {path} has {counted(found, 'record')}, and a "
+            f"skip of {skip} with a take of {take} needs {needed}. Copy the file again, or give a smaller part. Read "
+            f"by {this_worker()}."
+        )
+    return slice(skip, found if take == -1 else needed)

@@ -46,7 +46,7 @@ def remove(run_dir: pathlib.Path) -> None:
     for note in RunFiles(run_dir).all_done_with:
         store = None
         try:
-            directory = note.read_text()
+            directory = note.read_text(errors="surrogateescape")
             if os.path.isdir(directory):  # otherwise the script has removed it
                 store = CommitStore(directory)
                 store.claim(goes_on=True)  # Also works on a full disk, where removal makes room.

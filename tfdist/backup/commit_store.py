@@ -6,11 +6,14 @@
         manifest.json               sizes and SHA-256 of all files, and SHA-256 of itself
         state.*, part-<worker>.*    files of the workers
       step-1300/
-      .half-<run>-step-1400/      a draft, still incomplete
+      .half-<run>-step-1400/      a draft, still incomplete, or the rest of a commit that is being removed
       faulty-step-1250/           a damaged commit that was set aside
 
 A commit gets its folder name by one rename, after all its files were flushed. Where a rename is not atomic (object
 stores), files are written in place. The manifest is written last and completes the commit.
+
+A commit loses its folder name by one rename before its files are removed. In object stores its manifest is removed
+first. If the process is killed meanwhile, the next one that claims the directory removes the rest.
 """
 
 import contextlib
@@ -332,8 +335,17 @@ class CommitStore:
             raise BackupError(f"The backups in {self.directory} cannot be listed ({error}). Start again.") from error
 
     def _remove(self, step: int) -> None:
-        self._files.remove(os.path.join(self.directory, f"step-{step}"))
+        """Removes a commit. From the first change on it is half-made, so that the next claim removes what is left."""
+        path = os.path.join(self.directory, f"step-{step}")
+        if self._files.renames_at_once:
+            rest = os.path.join(self.directory, f".half-{secrets.token_hex(8)}-step-{step}")
+            os.rename(path, rest)  # without a flush, which a full disk may refuse
+        else:
+            rest = path
+            with contextlib.suppress(FileNotFoundError):
+                self._files.remove(os.path.join(path, MANIFEST))
         self._ended.pop(step, None)
+        self._files.remove(rest)
 
     def _prune(self, keep: int) -> None:
         try:

@@ -148,17 +148,39 @@ class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
     """`keras.callbacks.CSVLogger`, written by the chief.
 
     With `BackupAndRestore`, the file holds each epoch once, also after restarts: each backup has a copy of the text.
+    Without `append`, the first epoch of a `fit` that ends replaces the text of an earlier `fit`. A skipped `fit`, which
+    trains no epoch, leaves the file unchanged.
     """
 
+    _is_old = False  # Whether the next row replaces the text in the file.
+
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the file and writes a header if the file is new, also if an earlier `fit` appended to a file."""
-        self.append_header = True
-        super().on_train_begin(logs)
+        """Opens the file. The text in it stays until an epoch ends, since `BackupAndRestore` may skip this `fit`."""
+        self._is_old = not self.append
+        self._open(append=True)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes a row, after a header if the file is new."""
+        if self._is_old:
+            self._is_old = False
+            self._open(append=False)
+        super().on_epoch_end(epoch, logs)
+
+    def _open(self, *, append: bool) -> None:
+        self.append_header = True  # An earlier `fit` may have appended to a file with a header.
+        given: bool = vars(self)["append"]
+        self.append = append
+        try:
+            keras.callbacks.CSVLogger.on_train_begin(self)
+        finally:
+            self.append = given
 
     def get_state(self) -> dict[str, str | None]:
         """Returns the text of the CSV file for a backup; `None` on workers that do not write the file."""
         if not self._is_chief or self.csv_file is None:
             return {"text": None}
+        if self._is_old:
+            return {"text": ""}
         with tf.io.gfile.GFile(self.filename) as file:  # Keras flushes each row.
             return {"text": file.read()}
 
@@ -171,10 +193,8 @@ class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
         with tf.io.gfile.GFile(partial, "w") as file:
             file.write(text)
         tf.io.gfile.rename(partial, self.filename, overwrite=True)
-        appends: bool = vars(self)["append"]
-        self.append = True
-        keras.callbacks.CSVLogger.on_train_begin(self)  # Opens the file again.
-        self.append = appends
+        self._is_old = False
+        self._open(append=True)
 
 
 class TensorBoard(ChiefOnly, keras.callbacks.TensorBoard):

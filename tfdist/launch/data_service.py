@@ -131,14 +131,14 @@ def _start(args: argparse.Namespace, work_dir: pathlib.Path) -> list[object]:
     service = tf.data.experimental.service
     servers: list[object] = []
     dispatcher = args.dispatcher
-    if dispatcher is None:
-        config = service.DispatcherConfig(port=args.port, work_dir=str(work_dir))
-        try:
+    try:
+        if dispatcher is None:
+            config = service.DispatcherConfig(port=args.port, work_dir=str(work_dir))
             servers.append(service.DispatchServer(config))
-        except tf.errors.OpError as error:
-            raise OSError(error.message) from error
-        dispatcher = f"localhost:{args.port}"
-    # TensorFlow replaces `%port%` by the port.
-    worker = service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{args.host}:%port%")
-    servers.append(service.WorkerServer(worker))
+            dispatcher = f"localhost:{args.port}"
+        # TensorFlow replaces `%port%` by the port.
+        worker = service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{args.host}:%port%")
+        servers.append(service.WorkerServer(worker))
+    except tf.errors.OpError as error:
+        raise OSError(error.message) from error
     return servers
