@@ -1,5 +1,6 @@
 """Input of `fit` that splits the global batches of a data set among replicas by their speed."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -172,15 +173,23 @@ class BalancedSharding(tf.train.experimental.PythonState):
             raise ValueError("A BalancedSharding belongs to one strategy. Make another one for this strategy.")
         self.assignments.reports = reports
 
-    def for_strategy(self, context: tf.distribute.InputContext, *, training: bool) -> tf.data.Dataset:
+    def for_strategy(
+        self, context: tf.distribute.InputContext, *, training: bool, is_alone: bool = False
+    ) -> tf.data.Dataset:
         """Returns this worker's dataset for the attached strategy.
 
         The strategy calls `assignments.start` for each iterator of it.
 
+        Args:
+          context: The number of the worker, and how many workers and replicas there are.
+          training: Whether to continue at the position of training, instead of reading an epoch in stored order.
+          is_alone: Whether this worker evaluates all rows by itself, in a job of more workers. Its replicas then get
+            equal shares, since weights and `max_rows` are those of all replicas of the job.
+
         Raises:
           ValueError: If the arguments of the sharding do not fit the number of replicas.
         """
-        place = self._place_of(context)
+        place = self._place_of(context, is_alone=is_alone)
         with self.assignments.lock:
             if training or self.assignments.place is None:
                 self.assignments.place = place
@@ -330,9 +339,10 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         self.state.restore(string_value)
 
-    def _place_of(self, context: tf.distribute.InputContext) -> ReplicaTopology:
+    def _place_of(self, context: tf.distribute.InputContext, *, is_alone: bool = False) -> ReplicaTopology:
         smallest, largest = self.batch_size_range or [self.plan.global_batch_size] * 2
-        return ReplicaTopology.of(context, smallest, self._max_rows, largest)
+        limits = None if is_alone else self._max_rows
+        return dataclasses.replace(ReplicaTopology.of(context, smallest, limits, largest), is_alone=is_alone)
 
 
 def _checked_range(sizes: Any, size: int, examples: int, drop_remainder: bool) -> tuple[int, int] | None:

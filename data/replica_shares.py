@@ -53,7 +53,8 @@ class Shares:
           ValueError: If the policy has weights for another number of replicas.
         """
         size = self._size if size is None else size
-        weights: Sequence[float] = self._weights(place.replicas)
+        # The policy has weights of all replicas of the job, of which these are a part.
+        weights: Sequence[float] = [1.0] * place.replicas if place.is_alone else self._weights(place.replicas)
         if self._fits(place):
             if sum(self.present) == size:
                 return self.present

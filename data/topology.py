@@ -21,6 +21,7 @@ class ReplicaTopology:
     own: range  # Numbers of the replicas of this worker.
     parts: tuple[int, ...]  # For each replica the index of its part of a global batch.
     at_most: tuple[int, ...]  # For each replica the largest number of rows of a global batch.
+    is_alone: bool = False  # Whether they evaluate all rows by themselves, while the job has more replicas.
 
     @classmethod
     def of(

@@ -21,7 +21,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
 
     `distribute` makes a distributed dataset of a dataset function. `examples` keeps stand-in rows for replicas without
     rows. `maps` are applied to each batch. `of_job` returns the input context of training, if TensorFlow knows only a
-    part of the workers; each worker then evaluates all rows.
+    part of the workers; each worker then evaluates all rows, in equal shares.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         if keras_stack.is_peeking() and (specs := specs_of_known_ranks(self)) is not None:
             return iter([specs])
         training = not (epochs and keras_stack.is_evaluating())
+        evaluation = None if training else self._for_evaluation  # Made first, since `start` below needs its replicas.
         if epochs and self._example is not None:
             self._examples.put(keras_stack.reader(), self._example)
         if epochs:
@@ -57,7 +58,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
             counts = not fitting
             assignment = self.sharding.assignments.start(training=True, counts=counts)
             assignment.is_seen = counts and tf.executing_eagerly()
-        iterator = untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))
+        iterator = untuned_on_devices(super().__iter__() if evaluation is None else iter(evaluation))
         if assignment.is_seen:
             iterator = dataset_internals.CountingIterator(iterator, assignment.note_taken, assignment.note_unseen)
         else:
@@ -98,9 +99,10 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         return dataset_internals.end_together(self._distribute(functools.partial(self._make, training)))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        if training and self._of_job is not None:
+        is_alone = self._of_job is not None and not training
+        if self._of_job is not None and training:
             context = self._of_job(context)
-        return self._mapped(self.sharding.for_strategy(context, training=training))
+        return self._mapped(self.sharding.for_strategy(context, training=training, is_alone=is_alone))
 
     def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         for fn in self._maps:

@@ -401,6 +401,24 @@ def test_evaluate_and_predict_read_left_out_and_repeated_examples_once(options):
     assert int(data.cardinality) == sharding.cardinality
 
 
+@pytest.mark.parametrize("options", [{"policy": "equal"}, {"policy": [2, 1]}, {"max_rows": 4}], ids=str)
+def test_a_worker_that_evaluates_alone_reads_all_rows_without_weights_and_limits_of_the_job(options):
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
+        model.compile(loss="mae")
+    rows = np.arange(20.0)[:, None]
+    sharding = tfdist.data.BalancedSharding((rows, np.zeros(20)), 8, drop_remainder=True, **options)
+    strategy.elastic = types.SimpleNamespace(  # As with tolerate_lost_workers, on one of two workers.
+        check_sharding=lambda sharding: None, input_context=lambda context: tf.distribute.InputContext(2, 0, 2)
+    )
+    data = strategy.distribute_datasets_from_function(sharding)
+    del strategy.elastic
+    assert model.evaluate(data, verbose=0) == rows.mean()
+    np.testing.assert_array_equal(model.predict(data, verbose=0), rows)
+    assert sharding.assignments.place.replicas == 2
+
+
 def test_integral_numbers_of_any_type_are_accepted():
     for calls in (2.0, tf.data.AUTOTUNE):
         sharding = BalancedSharding(np.arange(20), 8.0, block_size=4.0, num_parallel_calls=calls, max_rows=8.0)

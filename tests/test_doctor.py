@@ -17,6 +17,7 @@ import pytest
 from benchmarks.netlab import Netlab, why_not
 from launched import eventually
 from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.launch import cli
 from tfdist.testing.faults import Slowdown
 
 DEADLINE_SECONDS = 240
@@ -124,6 +125,47 @@ def test_json_without_a_file_is_all_of_standard_output():
     task = Task([*COMMAND, "--workers", "2", "--json"]).end()
     assert task.code == 0, task.out + task.err
     assert json.loads(task.out)["failures"] == 0
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch, caplog, capfd):
+    """Returns a function that runs `tfdist doctor --workers 2` with shell commands as the tasks.
+
+    It returns the exit code, the output and the log.
+    """
+
+    def run(chief, other, timeout=1):
+        program = tmp_path / "python"
+        program.write_text(f"#!/bin/sh\ncase $TF_CONFIG in\n*'\"index\": 0'*) {chief};;\n*) {other};;\nesac\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        code = cli.main(["doctor", "--workers", "2", "--timeout", str(timeout)])
+        return code, capfd.readouterr().out, caplog.text
+
+    return run
+
+
+def test_the_table_is_printed_and_the_task_is_named_if_another_task_is_killed(stand_in):
+    code, out, log = stand_in("sleep 1; echo table; exit 1", "echo no memory; kill -9 $$")
+    assert code == 1 and out == "table\n", log
+    assert "worker 1 was killed by SIGKILL; its log ends with:\nno memory" in log and "worker 0" not in log
+
+
+def test_exit_codes_that_the_chief_has_told_need_no_line(stand_in):
+    code, out, log = stand_in("sleep 0.5; echo table; exit 1", "exit 1")
+    assert code == 1 and out == "table\n" and "log ends with" not in log
+
+
+@pytest.mark.parametrize(
+    ("chief", "line"),
+    [
+        ("echo hangs; sleep 100", "worker 0 did not end the check within 2.3 s; its log ends with:\nhangs"),
+        ("kill -9 $$", "worker 0 was killed by SIGKILL; its log ends with:\n(no lines)"),
+    ],
+)
+def test_a_chief_without_a_table_is_named(stand_in, chief, line):
+    code, _, log = stand_in(chief, "sleep 100", timeout=0.1)
+    assert code == 1 and line in log and "worker 1" not in log, log
 
 
 @pytest.mark.parametrize(

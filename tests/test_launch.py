@@ -750,6 +750,20 @@ class Unstartable(threading.Thread):
         raise RuntimeError("can't start new thread")
 
 
+@pytest.mark.parametrize(("threads", "worker"), [(0, 0), (1, 0), (2, 1)])
+def test_a_group_whose_output_cannot_be_copied_leaves_nothing_running(threads, worker, tmp_path, monkeypatch):
+    ports = free_ports(2)
+    specs = [ClusterSpec.local(2, index, ports) for index in range(2)]
+    group = WorkerGroup(["sleep", "100"], specs, log_dir=tmp_path)
+    kinds = iter([threading.Thread] * threads + [Unstartable])
+    monkeypatch.setattr(worker_output.threading, "Thread", lambda **arguments: next(kinds)(**arguments))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ClusterError, match=rf"output of worker {worker} could not be copied: can't start new thread"):
+        group.start()
+    assert group.running == () and group.not_started == worker and len(group.exits) == 2
+    assert len(os.listdir("/proc/self/fd")) == before and not any(is_alive(each.pid) for each in group.exits)
+
+
 @pytest.mark.parametrize("cause", ["no program", "no thread"])
 def test_a_worker_that_cannot_be_started_again_keeps_no_descriptors(cause, tmp_path, monkeypatch):
     program = tmp_path / "program"

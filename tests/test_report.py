@@ -17,6 +17,7 @@ from tfdist.events.event_file import ASKED, EXCHANGE, START, EventFile, read_eve
 from tfdist.events.phase_names import OWN_LOOP
 from tfdist.events.time_record import BEGINNING, TIMED_PHASES, SignOfLife, TimeRecordFile, read_time_record
 from tfdist.launch import cli
+from tfdist.report.earlier_runs import FolderSpan, earlier_runs
 from tfdist.report.missing_workers import WAITS, elsewhere, held_up, last_exchange, last_position, missed_exchanges
 from tfdist.report.recorded_run import read_run
 from tfdist.report.report_page import page_of
@@ -493,6 +494,46 @@ def test_a_wrong_number_of_workers_makes_no_lines(tmp_path, reported, workers):
     write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, ASKED, workers=workers), [], {})
     out = reported()[1]
     assert len(out.splitlines()) < 9 and "attempt 0: 1 worker" in out, out
+
+
+def run_of_hosts(folder, begin, workers):
+    """Makes the folders of the workers of a run of several hosts, which start one second apart."""
+    for worker in range(workers):
+        attempt = folder / f"worker-{worker}" / "attempt-0"
+        attempt.mkdir(parents=True, exist_ok=True)
+        entry = {"number": 0, "workers": 1, "time": begin + worker, "seconds": 60.0, "outcome": "done"}
+        (attempt.parent / "run.json").write_text(json.dumps({"outcome": "done", "attempts": [entry]}))
+        write_events(attempt / f"events-{worker}.jsonl", header(worker, START, workers=workers), [], {})
+
+
+def test_workers_of_an_earlier_and_larger_run_are_left_out_and_named(tmp_path, reported):
+    run_of_hosts(tmp_path, BEGUN, 4)
+    assert "attempt 0: 4 workers" in (out := reported()[1]) and "problem" not in out
+    run_of_hosts(tmp_path, BEGUN + 90, 2)
+    out = reported()[1]
+    assert "attempt 0: 2 workers" in out and "worker 2" not in out and "worker 3" not in out, out
+    folders = ", ".join(f"{tmp_path}/worker-{worker}/attempt-*" for worker in (2, 3))
+    assert f"problem: files of an earlier run are left out: {folders}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [
+        # Worker, begin, end, workers of the job.
+        pytest.param([(0, 9000, 9100, None), (1, 8990, 8992, 2)], [], id="failed before a late host began"),
+        pytest.param([(0, 9000, 9100, 2), (1, 100, None, 2)], [], id="unknown end"),
+        pytest.param([(0, 9000, 9100, 2), (2, None, 200, 4)], [], id="unknown begin"),
+        pytest.param([(0, 100, 9999, 3), (1, 9000, 9999, 3), (2, 100, 200, 3)], [], id="lost worker"),
+        pytest.param([(0, 100, 200, 2), (2, 9000, 9999, 4)], [], id="worker 0 of the earlier run"),
+        pytest.param([(1, 9000, 9100, 2), (2, 100, 200, 3)], [], id="no folder of worker 0"),
+        pytest.param([(0, 9000, 9100, 2), (1, 100, 200, 2)], [1], id="missing host"),
+        pytest.param([(0, 9000, 9100, 2), (2, 8990, None, 3)], [2], id="fewer workers"),
+        pytest.param([(None, 9000, 9100, 2), (0, 8990, 9050, 2)], [0], id="hosts before one supervisor"),
+        pytest.param([(None, 100, 8990, 2), (0, 9000, 9050, 2)], [None], id="one supervisor before hosts"),
+    ],
+)
+def test_only_folders_that_are_certainly_of_an_earlier_run_are_left_out(folders, expected):
+    assert earlier_runs({folder[0]: FolderSpan(*folder) for folder in folders}) == expected
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "other.txt").write_text("x")])

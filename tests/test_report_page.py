@@ -544,7 +544,7 @@ def test_the_page_of_a_real_run_tells_of_the_kill_and_its_rows_are_those_of_the_
     text = read_page(page)
     assert "of attempt 0: worker 1 was killed by SIGKILL" in text and "trained for 40 steps on 960 rows" in text
     assert "Worker 1 was missing from exchange" in text and "Compression reduced the gradients" in text
-    assert "Files that could not be read" not in text
+    assert "Problems with files" not in text
     recorded = read_run(tmp_path / "logs")
     telemetry = read_all_telemetry(recorded)[0]
     figures = figures_of(recorded, telemetry)

@@ -7,7 +7,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
@@ -19,11 +19,15 @@ from tfdist.doctor.check_table import print_table, summary_of, to_json
 from tfdist.doctor.job_facts import JobFacts
 from tfdist.errors import ClusterError, TFConfigError
 from tfdist.launch import arguments
+from tfdist.launch.worker_group import WorkerExit, WorkerGroup, describe_exit
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
+from tfdist.run_files import log_path
 from tfdist.symlink_safe_file import write_whole
 
 _SECONDS, _LOCAL_SECONDS = 15.0, 60.0  # All tasks of one machine come, though late if it is busy.
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS, _POLL_SECONDS = 2.0, 0.05
+_TOLD_SECONDS = 5.0  # The chief tells the others their exit code before it ends, so they may end first.
+_SHOWN_LINES = 20
 _STDOUT = "-"
 
 
@@ -171,29 +175,64 @@ def _spec_of(args: argparse.Namespace) -> ClusterSpec:
 
 def _run_here(args: argparse.Namespace) -> int:
     """Starts all tasks on this machine, and shows the output of the chief."""
-    from tfdist.doctor.machine_facts import is_url
-    from tfdist.launch.worker_group import WorkerGroup
-
     if os.environ.get("TF_CONFIG", "").strip():
         logging.info("TF_CONFIG is set; each worker gets its own instead")
     timeout = _LOCAL_SECONDS if args.timeout is None else args.timeout
+    ports = hold_ports(args.workers)
+    env = {**ports.env, **({} if secret_is_given() else {SECRET: new_secret()})}
+    specs = [ClusterSpec.local(args.workers, index, ports.numbers) for index in range(args.workers)]
+    with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as folder:
+        logs = pathlib.Path(folder)
+        group = WorkerGroup(_command_of_task(args, timeout), specs, log_dir=logs, env=env)
+        try:
+            group.start()
+            seconds = 3 * timeout + _GRACE_SECONDS
+            has_ended = _wait_for_chief(group, seconds)
+            exits = group.exits  # Without those of tasks that are killed below.
+            group.stop(None, grace_seconds=_GRACE_SECONDS)
+        finally:
+            group.kill()
+            ports.close()
+        if not has_ended:
+            end = _end_of(log_path(logs, 0))
+            logging.error("worker 0 did not end the check within %g s; its log ends with:\n%s", seconds, end)
+        _tell_exits(exits, logs)
+        return max((1 if each.returncode else 0 for each in group.exits), default=1)
+
+
+def _command_of_task(args: argparse.Namespace, timeout: float) -> list[str]:
+    from tfdist.doctor.machine_facts import is_url
+
     command = [sys.executable, "-m", "tfdist.launch.cli", "doctor", "--timeout", str(timeout)]
     for option in ("script", "backup_dir", "log_dir", "json"):
         if (value := getattr(args, option)) is not None:
             is_path = not is_url(str(value)) and str(value) != _STDOUT
             path = os.path.abspath(value) if is_path else str(value)
             command += [f"--{option.replace('_', '-')}", path]
-    ports = hold_ports(args.workers)
-    env = {**ports.env, **({} if secret_is_given() else {SECRET: new_secret()})}
-    specs = [ClusterSpec.local(args.workers, index, ports.numbers) for index in range(args.workers)]
-    with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as folder:
-        group = WorkerGroup(command, specs, log_dir=pathlib.Path(folder), env=env)
-        try:
-            group.start()
-            end = time.monotonic() + 3 * timeout + _GRACE_SECONDS
-            group.wait(until=lambda: time.monotonic() > end)
-            group.stop(None, grace_seconds=_GRACE_SECONDS)
-        finally:
-            group.kill()
-            ports.close()
-        return max((1 if each.returncode else 0 for each in group.exits), default=1)
+    return command
+
+
+def _wait_for_chief(group: WorkerGroup, seconds: float) -> bool:
+    """Waits until the chief has ended, which prints the table also without the other tasks. Returns whether it has."""
+    end = time.monotonic() + seconds
+    group.poll()
+    while 0 in group.running and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+        group.poll()
+    return 0 not in group.running
+
+
+def _tell_exits(exits: Sequence[WorkerExit], logs: pathlib.Path) -> None:
+    """Logs the exits of tasks that the chief has not explained, with the last lines of their logs."""
+    chief = next((each for each in exits if each.index == 0), None)
+    for each in exits:
+        is_told = chief and each.returncode == chief.returncode > 0 and each.time > chief.time - _TOLD_SECONDS
+        if each.returncode and not is_told:
+            how, end = describe_exit(each.returncode), _end_of(log_path(logs, each.index))
+            logging.error("worker %d %s; its log ends with:\n%s", each.index, how, end)
+
+
+def _end_of(log: pathlib.Path) -> str:
+    """Returns the last lines of the log of a task, which are lost when its folder is removed."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-_SHOWN_LINES:]) or "(no lines)"

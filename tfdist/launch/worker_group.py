@@ -110,7 +110,7 @@ class WorkerGroup:
 
     @property
     def not_started(self) -> int | None:
-        """The index of the worker whose process `start` could not start, or None."""
+        """The index of the worker that `start` could not start, or None."""
         return self._not_started
 
     def start(self) -> None:
@@ -119,7 +119,7 @@ class WorkerGroup:
         Call it in the main thread: the kernel kills the workers when the thread that started them ends.
 
         Raises:
-          ClusterError: If a process cannot be started, or a log file cannot be written.
+          ClusterError: If a process cannot be started, a log file cannot be written, or no thread can copy the output.
         """
         hear_of_children()
         self._guard = ProcessGuard()
@@ -128,12 +128,13 @@ class WorkerGroup:
                 self._not_started = spec.worker_id
                 self._start_worker(spec, self._own_env(self._slots[place]) if self._slots else {})
                 self._guard.watch(process.pid for process in self._running.values())
+            for index in self._outputs:  # After the last start, since forking with running threads is unsafe.
+                self._not_started = index
+                self._copy_output(index)
             self._not_started = None
         except BaseException:
             self.kill()
             raise
-        for output in self._outputs.values():  # After the last start, since forking with running threads is unsafe.
-            output.begin()
 
     def forget(self, index: int) -> WorkerExit:
         """Removes the exit of a worker, which is to start again or is not needed any more, and returns it."""
@@ -152,19 +153,14 @@ class WorkerGroup:
             self._start_worker(self._specs[place], self._own_env(self._slots[place]) if self._slots else {})
             if self._guard:
                 self._guard.watch(process.pid for process in self._running.values())
-            self._outputs[index].begin()
-        except RuntimeError as error:  # A `ClusterError`, or no thread can be started.
+            self._copy_output(index)
+        except ClusterError:
             if index in self._running:
                 self._reap(index)
                 self.forget(index)
             if index in self._outputs:
                 self._outputs.pop(index).finish(0)
-            if isinstance(error, ClusterError):
-                raise
-            raise ClusterError(
-                f"The output of worker {index} could not be copied: {error}. Use fewer workers, or raise the limit of "
-                "processes and threads (`ulimit -u`)."
-            ) from error
+            raise
 
     def poll(self) -> None:
         """Records workers that have ended since the last `poll`, and kills child processes that they left running.
@@ -250,6 +246,15 @@ class WorkerGroup:
             raise ClusterError(
                 f"Worker {index} could not be started as {self._command} with its log in {self._log_dir}: {error}. "
                 f"Use fewer workers, or raise the limits of this machine (`ulimit -a`, `df {self._log_dir}`)."
+            ) from error
+
+    def _copy_output(self, index: int) -> None:
+        try:
+            self._outputs[index].begin()
+        except RuntimeError as error:  # No thread can be started.
+            raise ClusterError(
+                f"The output of worker {index} could not be copied: {error}. Use fewer workers, or raise the limit of "
+                "processes and threads (`ulimit -u`)."
             ) from error
 
     def _reap(self, index: int) -> None:

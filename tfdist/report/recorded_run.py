@@ -16,6 +16,7 @@ from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import EventFile, read_events
 from tfdist.events.straggler_file import StragglerRecord, read_records
 from tfdist.events.time_record import TimeRecord, read_time_record
+from tfdist.report.earlier_runs import FolderSpan, earlier_runs
 from tfdist.run_files import RunFiles
 from tfdist.telemetry.telemetry_file import TelemetryFile, read_telemetry
 
@@ -68,6 +69,16 @@ class RecordedRun:
     stragglers: Mapping[int, Sequence[StragglerRecord]] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class _FolderContent:
+    """What a supervisor and its workers have written to its folder."""
+
+    summary: Mapping[str, Any]
+    attempts: Mapping[int, Mapping[int, WorkerFiles]]
+    stragglers: Mapping[int, Sequence[StragglerRecord]]
+    problems: Sequence[str]
+
+
 def read_run(folder: pathlib.Path) -> RecordedRun:
     """Reads the folder of a run, or a folder with a folder `worker-<i>` of each host.
 
@@ -78,20 +89,53 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
     if not folders:
         what = "does not exist" if not folder.exists() else "has no attempt-0, so no run has written to it"
         raise ValueError(f"RUN_DIR must be the folder of a run of `tfdist run`, but {folder} {what}.")
-    problems: list[str] = []
+    contents = {each: _content_of(each) for each in folders}
+    earlier = earlier_runs({each: _span(content, each, folder) for each, content in contents.items()})
+    left_out = ", ".join(f"{each}/attempt-*" for each in earlier)
+    problems = [f"files of an earlier run are left out: {left_out}"] if earlier else []
     summaries: list[Mapping[str, Any]] = []
     attempts: dict[int, dict[int, WorkerFiles]] = {}
     stragglers: dict[int, list[StragglerRecord]] = {}
-    for each in folders:
-        files = RunFiles(each)
-        older, newer = _by_age(_json(files.summary, problems), _json(files.outcome, problems))
-        if merged := {**older, **newer}:
-            summaries.append(merged)
-        for number in _attempts_in(each):
-            told = attempt_in(newer, number) or attempt_in(older, number) or {}
-            attempts.setdefault(number, {}).update(_workers_of(files, number, told, problems))
-            stragglers.setdefault(number, []).extend(_stragglers(files.stragglers(number), problems))
+    for content in (contents[each] for each in folders if each not in earlier):
+        problems.extend(content.problems)
+        summaries.extend([content.summary] if content.summary else [])
+        for number, workers in content.attempts.items():
+            attempts.setdefault(number, {}).update(workers)
+            stragglers.setdefault(number, []).extend(content.stragglers[number])
     return RecordedRun(folder, summaries, dict(sorted(attempts.items())), problems, stragglers)
+
+
+def _content_of(folder: pathlib.Path) -> _FolderContent:
+    problems: list[str] = []
+    attempts: dict[int, Mapping[int, WorkerFiles]] = {}
+    stragglers: dict[int, Sequence[StragglerRecord]] = {}
+    files = RunFiles(folder)
+    older, newer = _by_age(_json(files.summary, problems), _json(files.outcome, problems))
+    for number in _attempts_in(folder):
+        told = attempt_in(newer, number) or attempt_in(older, number) or {}
+        attempts[number] = _workers_of(files, number, told, problems)
+        stragglers[number] = _stragglers(files.stragglers(number), problems)
+    return _FolderContent({**older, **newer}, attempts, stragglers, problems)
+
+
+def _span(content: _FolderContent, folder: pathlib.Path, run: pathlib.Path) -> FolderSpan:
+    """Returns what the content of a folder tells of its run, to recognize an earlier run than that of other folders."""
+    number = re.fullmatch(r"worker-(\d+)", folder.name)
+    begin = _progress(content.summary)[0]
+    if not begin or (number is None and folder != run):
+        return FolderSpan(None, None, None, None)
+    worker = int(number[1]) if number and folder != run else None
+    told = [workers for attempt in content.attempts.values() for workers in _told_numbers(attempt)]
+    return FolderSpan(worker, begin, _end_of(content.summary), max(told, default=None))
+
+
+def _end_of(summary: Mapping[str, Any]) -> float | None:
+    """Returns when a run ended, in seconds since the epoch; `None` if it goes on or the summary is damaged."""
+    last = (_attempts_of(summary) or [{}])[-1]
+    start, seconds = last.get("time"), last.get("seconds")
+    if summary.get("outcome") == "running" or not isinstance(start, float) or not isinstance(seconds, float):
+        return None
+    return start + seconds
 
 
 def read_all_telemetry(recorded: RecordedRun) -> tuple[dict[int, dict[int, TelemetryFile]], list[str]]:
@@ -119,9 +163,12 @@ def read_all_telemetry(recorded: RecordedRun) -> tuple[dict[int, dict[int, Telem
 
 def attempt_in(summary: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
     """Returns the entry of an attempt in the summary of a supervisor."""
+    return next((each for each in _attempts_of(summary) if each.get("number") == number), None)
+
+
+def _attempts_of(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     attempts = summary.get("attempts")
-    found = [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
-    return next((each for each in found if each.get("number") == number), None)
+    return [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
 
 
 def _by_age(summary: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -140,8 +187,7 @@ def _progress(summary: Mapping[str, Any]) -> tuple[float, int, bool]:
 
     If all are equal, `sorted` leaves `run.json` last.
     """
-    attempts = summary.get("attempts")
-    found = [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
+    found = _attempts_of(summary)
     begin = found[0].get("time") if found else None
     has_ended = bool(found) and isinstance(found[-1].get("seconds"), int | float)
     return begin if isinstance(begin, int | float) else 0.0, len(found), has_ended
@@ -149,9 +195,13 @@ def _progress(summary: Mapping[str, Any]) -> tuple[float, int, bool]:
 
 def number_of_workers(workers: Mapping[int, WorkerFiles]) -> int:
     """Returns the number of workers of an attempt, as its files tell, which may be damaged."""
+    return max([*_told_numbers(workers), *(worker + 1 for worker in workers)], default=0)
+
+
+def _told_numbers(workers: Mapping[int, WorkerFiles]) -> list[int]:
+    """Returns the credible numbers of workers that the events of workers tell."""
     told = [each.events.header.get("workers") for each in workers.values() if each.events]
-    credible = [value for value in told if type(value) is int and 0 < value <= _MOST_WORKERS]
-    return max([*credible, *(worker + 1 for worker in workers)], default=0)
+    return [value for value in told if type(value) is int and 0 < value <= _MOST_WORKERS]
 
 
 def _attempts_in(folder: pathlib.Path) -> list[int]:

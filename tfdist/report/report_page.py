@@ -64,7 +64,7 @@ def page_of(recorded: RecordedRun, now: float) -> str:
         ("Shares and speeds of workers", lambda: [*workers_section(totals), _drawn(shares_chart, figures)]),
     ]
     if problems:
-        sections.append(("Files that could not be read", lambda: [_list(problems)]))
+        sections.append(("Problems with files", lambda: [_list(problems)]))
     summary = [
         element("h2", "Summary", id="summary"),
         _guarded(lambda: [element("p", lead_of(figures), class_="lead")]),
