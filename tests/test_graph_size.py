@@ -28,16 +28,16 @@ class Unconnected(PeerExchange):
 
 
 @functools.cache
-def graph_of(codec, workers):
+def graph_of(codec, workers, shapes=SHAPES, encoded=ENCODED):
     """Returns the graph of a step on workers with one CPU each; `codec` "auto" chooses among two."""
     options = tf.distribute.experimental.CommunicationOptions()
     collectives = Collectives(["/job:localhost/replica:0/task:0/device:CPU:0"], workers, options, CollectiveKeys(1))
     collectives.use(Unconnected(workers))
     is_fixed = codec not in (None, "auto")
-    codecs = [from_name(codec) if is_fixed and i in ENCODED else None for i in range(len(SHAPES))]
+    codecs = [from_name(codec) if is_fixed and i in encoded else None for i in range(len(shapes))]
     allowed = [from_name("float16"), from_name("int8")]
-    to_choose = CodecsToChoose(allowed, lambda _, i: i in ENCODED, lambda *_: None) if codec == "auto" else None
-    reducer = EncodedReducer([tf.zeros(shape) for shape in SHAPES], codecs, collectives, seed=0, to_choose=to_choose)
+    to_choose = CodecsToChoose(allowed, lambda _, i: i in encoded, lambda *_: None) if codec == "auto" else None
+    reducer = EncodedReducer([tf.zeros(shape) for shape in shapes], codecs, collectives, seed=0, to_choose=to_choose)
     assert reducer.encodes == (codec is not None)
 
     @tf.function(autograph=False)
@@ -50,8 +50,8 @@ def graph_of(codec, workers):
         sums = reducer(0, tape.gradient(loss, weights), np.int64(0))
         return [weight - 0.1 * total for weight, total in zip(weights, sums, strict=True)]
 
-    rows = tf.TensorSpec([None, SHAPES[0][0]])
-    return step.get_concrete_function(rows, *map(tf.TensorSpec, SHAPES)).graph.as_graph_def()
+    rows = tf.TensorSpec([None, shapes[0][0]])
+    return step.get_concrete_function(rows, *map(tf.TensorSpec, shapes)).graph.as_graph_def()
 
 
 def nodes(codec, workers):
@@ -77,3 +77,14 @@ def test_a_codec_that_was_not_chosen_is_few_operations_of_the_step():
         assert len(branch.node_def) < len(functions[called.attr["f"].func.name].node_def) / 2
         # TensorFlow replaces other calls by the operations of the function.
         assert functions[called.attr["f"].func.name].attr["_noinline"].b
+
+
+def test_branches_of_a_choice_get_as_many_inputs_for_many_small_layers_as_for_few():
+    inputs = []
+    for layers in (2, 8):
+        shapes = tuple(shape for _ in range(layers) for shape in ((256, 256), (256,)))
+        functions = graph_of("auto", 4, shapes, tuple(range(0, 2 * layers, 2))).library.function
+        # Those of the choice of codecs, and of the look for an Inf or NaN.
+        branches = [each for each in functions if "case_branch" in each.signature.name or "cond" in each.signature.name]
+        inputs.append(sorted(len(each.signature.input_arg) for each in branches))
+    assert inputs[0] == inputs[1] and len(inputs[0]) > 4, inputs
