@@ -1,6 +1,7 @@
 """Client of a tf.data service that decodes and maps batches for a worker: the same batches as without it."""
 
 import functools
+import math
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ _CHUNK_ROWS = 1 << 16
 _HELD = 16  # Received batches that may wait before the servers are paused; more while the next batch is missing.
 _POLL_SECONDS = 0.5
 _REMIND_SECONDS = 60
+_RETRY_SECONDS = 120.0  # Between two tries of a silent service while the thread of the last try still waits.
 
 _answered: set[str] = set()  # Addresses at which a service has answered this process.
 
@@ -75,6 +77,7 @@ class Service:
         self._reader = reader = Reader(source, map_fn)
         self._makers: dict[int, Callable[[tf.Tensor], Any]] = {}
         self._receiving: threading.Thread | None = None  # The thread of the delivery that was closed last.
+        self._asked_at = -math.inf  # When the last delivery began.
         self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
 
     def dataset(self, begin: Callable[[], BatchAssignment]) -> tf.data.Dataset:
@@ -106,6 +109,8 @@ class Service:
             while chunk is not None and not assignment.closed:
                 following = next(begun, None)  # The servers start on it while the present chunk is used.
                 requests, delivery = chunk
+                if delivery is None and not self._is_silent:  # The service has answered since.
+                    requests, delivery = self._begin(replica, requests)
                 if delivery is None:
                     yield from self._made_here(requests, assignment)
                 else:
@@ -117,8 +122,10 @@ class Service:
                 self._close(left[1])
 
     def _begin(self, replica: int, requests: _Requests) -> tuple[_Requests, "_Delivery | None"]:
-        if self._is_silent and self._receiving is not None and self._receiving.is_alive():
-            return requests, None  # Its thread may wait for ever. One for each chunk would be too many threads.
+        is_waiting = self._receiving is not None and self._receiving.is_alive()
+        if self._is_silent and is_waiting and time.monotonic() - self._asked_at < _RETRY_SECONDS:
+            return requests, None  # A thread may wait for ever. One for each chunk would be too many threads.
+        self._asked_at = time.monotonic()
         batches = [indices for _, indices in requests]
         first = next((number for number, indices in enumerate(batches) if len(indices)), 0)
         return requests, _Delivery(lambda: self._dataset(batches, replica), first)

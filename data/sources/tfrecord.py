@@ -34,8 +34,9 @@ class TFRecordSource(Source):
         headers, far fewer bytes if records are large, and does not detect broken data.
 
     Raises:
-      ValueError: If there are no such files, the files have no records, or `skip` or `take` is negative.
-      SourceError: If a file is broken or has fewer records than its part. The message names the file and the record.
+      ValueError: If there are no such files, the files have no records, `skip` is negative, or `take` is less than -1.
+      SourceError: If a file is broken, with the file and the record; or if it has fewer records than its part, with the
+        file.
     """
 
     element_spec = tf.TensorSpec([], tf.string)

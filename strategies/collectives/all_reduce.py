@@ -12,6 +12,7 @@ from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fi
 from tfdist.strategies.collectives.collective_launcher import FIRST_KEY_BESIDE, CollectiveLauncher, added_up, to_add_up
 from tfdist.strategies.collectives.exchange_groups import ExchangeGroups
 from tfdist.strategies.collectives.grouped_tcp_transport import GroupedTcpTransport
+from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.collectives.shard_groups import Box
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
@@ -176,7 +177,8 @@ class Collectives(tf_internals.CollectiveAllReduce):
         boxes = [each for box in self._boxes for each in (box.between, box.inside)]
         for transports in filter(None, (self._among_all, self._across, self._within, *boxes)):
             counts = [transport.launcher.count for transport in transports]
-            with tf.control_dependencies(data):
+            # On the host, as all keys follow from it; see `CollectiveLauncher`.
+            with tf.device(host_of(self._devices[0])), tf.control_dependencies(data):
                 highest = tf.reduce_max(tf.stack(counts))
             for count in counts:
                 count.assign(highest, read_value=False)

@@ -87,7 +87,7 @@ class CodecChoice:
 
         Returns:
           The sums in the order of `positions`, the new states, whether the sums are finite (True if none is encoded),
-          and the seconds of coding and exchange; and the sums as few joined tensors.
+          and the seconds of coding and exchange; and the sums again, whole ones joined to few tensors.
         """
         members = [gradients[i] for i in self.positions]
         packing = None if self.is_divided else PackedTensors(members)
@@ -269,8 +269,8 @@ def _called(branch: Callable[[], Any]) -> Callable[[], Any]:
 def _units(positions: Sequence[int], gradients: Sequence[Any], least_part: float) -> list[list[int]]:
     """Divides gradients, in the order of the layers, into units of about a bucket each.
 
-    Leaves out units with less than `least_part` of the bytes. A small model is one unit. Without a choice it is two
-    buckets; the gradients without a codec are the second one here.
+    Leaves out units with less than `least_part` of the bytes. A small model is one unit, so it is sent after the
+    backward pass: a second unit costs more, with branches and messages of its own.
     """
     sizes = [known_bytes(gradients[i]) for i in positions]
     limit = max(BUCKET_BYTES, sum(sizes) / _MOST_UNITS)

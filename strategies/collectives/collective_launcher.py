@@ -77,7 +77,7 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
 
     def __init__(self, group_key, group_size, collective_keys, device, options, first_key=_FIRST_INSTANCE_KEY):
         super().__init__(group_key, group_size, collective_keys, device, options)
-        host = host_of(device)
+        self._host = host = host_of(device)
         with tf.init_scope(), tf.device(host):
             self.count = tf.Variable(0, dtype=tf.int64, trainable=False, name="collectives_launched")
         self._first_key = first_key
@@ -92,12 +92,12 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         with it this collective, would wait until the whole branch has run. In the context a branch takes keys that are
         counted before it. Contexts for other branches of the same operation take the same keys, since one branch runs.
         """
-        last = tf.convert_to_tensor(self.count.assign_add(most))
+        last = self._counted(most)
         token = self._get_ordering_token()
 
         @contextlib.contextmanager
         def branch() -> Iterator[None]:
-            self._reserved = (self._key_of(last - place) for place in reversed(range(most))), token
+            self._reserved = (self._key_of(last, place) for place in reversed(range(most))), token
             try:
                 yield
             finally:
@@ -121,11 +121,19 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         if self._reserved is not None:
             return [next(self._reserved[0]) for _ in range(count)][-1]
         # Convert to a tensor now: a later read of the variable, as in a loop, would delay the next collective.
-        return self._key_of(tf.convert_to_tensor(self.count.assign_add(count)))
+        return self._key_of(self._counted(count))
 
-    def _key_of(self, number: tf.Tensor) -> tf.Tensor:
-        """Returns the key of a collective, int32 [], from its number, int64 []."""
-        return self._first_key + tf.cast(tf.bitwise.bitwise_and(number, _NUMBER_OF_KEYS - 1), tf.int32)
+    def _counted(self, count: int) -> tf.Tensor:
+        """Counts collectives. Returns the number of the last one within all keys, int32 []."""
+        # On the host, also in steps on a GPU: a copy from the GPU would wait for all that the GPU has been given.
+        with tf.device(self._host):
+            number = tf.convert_to_tensor(self.count.assign_add(count))
+            return tf.cast(tf.bitwise.bitwise_and(number, _NUMBER_OF_KEYS - 1), tf.int32)
+
+    def _key_of(self, number: tf.Tensor, before: int = 0) -> tf.Tensor:
+        """Returns the key of a collective, int32 [], from the number of the one that is `before` later, int32 []."""
+        with tf.device(self._host):  # The numbers before the first one have the last keys.
+            return self._first_key + tf.bitwise.bitwise_and(number - before, _NUMBER_OF_KEYS - 1)
 
     def _all_gather(self, input_tensor, options):
         dtype = input_tensor.dtype

@@ -1,4 +1,4 @@
-"""Tensors that are joined to few, so that an operation with branches has few inputs and outputs."""
+"""Joins small tensors into few large ones, so that an operation with branches has few inputs and outputs."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class PackedTensors:
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Joins tensors: shapes [...] -> [elements].
 
-        A tensor that is larger than a bucket, or of unknown size, stays alone.
+        A tensor of at least the size of a bucket, or of unknown size, stays alone.
         """
         return [
             join(bucket, [tensors[i] for i in positions]) for positions, buckets in self._groups for bucket in buckets

@@ -127,7 +127,11 @@ def _by_exchange(saved: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndar
 def _assign(saved: Mapping[str, np.ndarray], layout: str | None, exchange: EncodedReducer) -> None:
     own_layout = exchange.layout.serialize()
     if layout not in (None, own_layout):  # The choice of `Auto` is a place in its list of codecs, in any shapes.
-        raise ValueError(f"Expected the states of {own_layout}, got {layout}.")
+        raise ValueError(
+            "the backup has codec states of other gradients, or of another `allow` of Auto, than this program. "
+            "Residuals, the choice of codecs and counts of traffic begin anew. To keep them, pass the same "
+            "`compression`."
+        )
     variables = _variables(exchange)
     here, there = ({name: tuple(each.shape) for name, each in named.items()} for named in (variables, saved))
     if here != there:

@@ -26,7 +26,7 @@ from tfdist.symlink_safe_file import write_whole
 
 _SECONDS, _LOCAL_SECONDS = 15.0, 60.0  # All tasks of one machine come, though late if it is busy.
 _GRACE_SECONDS, _POLL_SECONDS = 2.0, 0.05
-_TOLD_SECONDS = 5.0  # The chief tells the others their exit code before it ends, so they may end first.
+_TOLD_SECONDS = 5.0  # The chief tells the other tasks their exit code before it ends, so they may end first.
 _SHOWN_LINES = 20
 _STDOUT = "-"
 
@@ -187,15 +187,21 @@ def _run_here(args: argparse.Namespace) -> int:
         try:
             group.start()
             seconds = 3 * timeout + _GRACE_SECONDS
-            has_ended = _wait_for_chief(group, seconds)
+            end = time.monotonic() + seconds
+            has_ended = _wait(lambda: 0 not in group.running, group, end)
+            chief = next((each for each in group.exits if each.index == 0), None)
+            # After a check, tasks end by themselves, though late if the machine is busy. A chief that was killed tells
+            # them nothing.
+            is_over = chief is not None and chief.returncode >= 0
+            _wait(lambda: not group.running, group, end if is_over else time.monotonic() + _GRACE_SECONDS)
             exits = group.exits  # Without those of tasks that are killed below.
-            group.stop(None, grace_seconds=_GRACE_SECONDS)
+            group.stop(None, grace_seconds=0)
         finally:
             group.kill()
             ports.close()
         if not has_ended:
-            end = _end_of(log_path(logs, 0))
-            logging.error("worker 0 did not end the check within %g s; its log ends with:\n%s", seconds, end)
+            last = _end_of(log_path(logs, 0))
+            logging.error("worker 0 did not end the check within %g s; its log ends with:\n%s", seconds, last)
         _tell_exits(exits, logs)
         return max((1 if each.returncode else 0 for each in group.exits), default=1)
 
@@ -212,14 +218,13 @@ def _command_of_task(args: argparse.Namespace, timeout: float) -> list[str]:
     return command
 
 
-def _wait_for_chief(group: WorkerGroup, seconds: float) -> bool:
-    """Waits until the chief has ended, which prints the table also without the other tasks. Returns whether it has."""
-    end = time.monotonic() + seconds
+def _wait(has_ended: Callable[[], bool], group: WorkerGroup, end: float) -> bool:
+    """Waits until tasks have ended, at most until `end` of the monotonic clock. Returns whether they have."""
     group.poll()
-    while 0 in group.running and time.monotonic() < end:
+    while not has_ended() and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
         group.poll()
-    return 0 not in group.running
+    return has_ended()
 
 
 def _tell_exits(exits: Sequence[WorkerExit], logs: pathlib.Path) -> None:

@@ -28,7 +28,7 @@ def earlier_runs(folders: Mapping[pathlib.Path, FolderSpan]) -> list[pathlib.Pat
     """Returns the folders that are certainly of an earlier run than the newest one.
 
     A supervisor sets aside the files of its own folder only, so those of workers that the newest run lacks stay. Every
-    job needs worker 0, while others may join later or start again. So the newest run is the one of worker 0.
+    job needs worker 0, while other workers may join later or start again. So the newest run is the one of worker 0.
     """
     leading = [(each.begin, each) for each in folders.values() if not each.worker and each.begin is not None]
     if not leading:

@@ -58,7 +58,8 @@ class RecordedRun:
       summaries: The content of `failure.json`, if there was a failure, with that of `run.json`, which also has the
         attempt that runs: of one supervisor, or of those of several hosts.
       attempts: By number of the attempt, the files of each worker.
-      problems: One line for each file that could not be read.
+      problems: One line for each file that could not be read, and one for the folders of an earlier run, which are
+        left out.
       stragglers: By number of the attempt, the verdicts about slow workers, oldest first.
     """
 
