@@ -1032,7 +1032,7 @@ def test_an_unreported_commit_is_reported_when_it_is_restored(note, expected, tm
         pytest.param({"model_sharding": "optimizer"}, {}, marks=pytest.mark.exhaustive),
         ({}, {"model_sharding": "optimizer"}),
         ({"model_sharding": "optimizer"}, {"devices": ["CPU:0"]}),
-        ({"model_sharding": "parameters"}, {"model_sharding": "parameters"}),
+        pytest.param({"model_sharding": "parameters"}, {"model_sharding": "parameters"}, marks=pytest.mark.exhaustive),
         ({"model_sharding": "parameters"}, {"devices": ["CPU:0"]}),
         pytest.param({}, {"model_sharding": "parameters"}, marks=pytest.mark.exhaustive),
     ],
@@ -1087,7 +1087,7 @@ DIVIDED_IN_GROUPS = {"model_sharding": "parameters", "shard_group_size": 2}
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (IN_GROUPS, {"model_sharding": "optimizer"}),
+        pytest.param(IN_GROUPS, {"model_sharding": "optimizer"}, marks=pytest.mark.exhaustive),
         (DIVIDED_IN_GROUPS, {"devices": ["CPU:0"]}),
         pytest.param({"model_sharding": "optimizer"}, IN_GROUPS, marks=pytest.mark.exhaustive),
         pytest.param(DIVIDED_IN_GROUPS, DIVIDED_IN_GROUPS, marks=pytest.mark.exhaustive),

@@ -10,7 +10,7 @@ import sharding_checks as checks
 import tfdist
 from tfdist.errors import WorkerError
 
-USUAL = ["adam", "muon", "average", "adafactor", "loss_scale"]
+USUAL = ["adam", "muon", "adafactor", "loss_scale"]
 
 
 def placements(names, always):
@@ -79,7 +79,7 @@ def test_each_replica_keeps_its_share(pools):
     [
         ("optimizer", None),
         (None, "optimizer"),
-        ("optimizer", "optimizer"),
+        pytest.param("optimizer", "optimizer", marks=pytest.mark.exhaustive),
         pytest.param(None, None, marks=pytest.mark.exhaustive),
     ],
 )

@@ -16,8 +16,8 @@ from tfdist.launch import cli
 
 GROUPS = {"shard_group_size": 2}
 USUAL = {
-    "1x4": ["muon", "global_clipnorm"],
-    "2x2": ["adafactor", "average"],
+    "1x4": ["muon"],
+    "2x2": ["global_clipnorm"],
     "4x1": [],
 }
 OPTIMIZERS = [
@@ -89,7 +89,7 @@ def test_a_second_strategy_has_groups_of_its_own(pools):
         assert_close([second], [first], tolerance=0)
 
 
-@pytest.mark.parametrize(("placement", "optimizer"), cases(IN_PARTS, {"1x4": ["accumulation"], "2x2": ["loss_scale"]}))
+@pytest.mark.parametrize(("placement", "optimizer"), cases(IN_PARTS, {"2x2": ["loss_scale"]}))
 def test_weights_in_groups_give_the_same_results_with_each_optimizer(placement, optimizer, pools):
     whole = pools(placement).run(parameter_checks.trained_with, placement, optimizer, None)
     grouped = pools(placement).run(parameter_checks.trained_with, placement, optimizer, "parameters", **GROUPS)
@@ -99,7 +99,7 @@ def test_weights_in_groups_give_the_same_results_with_each_optimizer(placement, 
 
 @pytest.mark.parametrize(
     ("placement", "model"),
-    cases(["mlp", "embedding", "run_eagerly", "several_steps"], {"1x4": ["run_eagerly"], "2x2": ["several_steps"]}),
+    cases(["mlp", "embedding", "run_eagerly", "several_steps"], {"2x2": ["several_steps"]}),
 )
 def test_weights_in_groups_give_the_same_results_with_each_model(placement, model, pools):
     whole = pools(placement).run(parameter_checks.trained, placement, model, None)

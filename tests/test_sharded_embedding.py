@@ -41,9 +41,7 @@ def test_training_in_blocks_of_rows_equals_one_device(optimizer, rows, pools):
         assert_close(result, expected)
 
 
-@pytest.mark.parametrize(
-    ("placement", "name"), placements(checks.FEATURES, ["subclassed", "train_step", "run_eagerly"])
-)
+@pytest.mark.parametrize(("placement", "name"), placements(checks.FEATURES, ["train_step", "run_eagerly"]))
 def test_features_equal_one_device(placement, name, pools):
     expected = on_one_device(pools, checks.with_feature, name)
     for result in pools(placement).run(checks.with_feature, placement, name):
