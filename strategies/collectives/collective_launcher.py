@@ -97,7 +97,7 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
 
         @contextlib.contextmanager
         def branch() -> Iterator[None]:
-            self._reserved = (self._key_of(last, place) for place in reversed(range(most))), token
+            self._reserved = (self._key_before(last, place) for place in reversed(range(most))), token
             try:
                 yield
             finally:
@@ -121,7 +121,8 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         if self._reserved is not None:
             return [next(self._reserved[0]) for _ in range(count)][-1]
         # Convert to a tensor now: a later read of the variable, as in a loop, would delay the next collective.
-        return self._key_of(self._counted(count))
+        with tf.device(self._host):
+            return self._first_key + self._counted(count)
 
     def _counted(self, count: int) -> tf.Tensor:
         """Counts collectives. Returns the number of the last one within all keys, int32 []."""
@@ -130,10 +131,10 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
             number = tf.convert_to_tensor(self.count.assign_add(count))
             return tf.cast(tf.bitwise.bitwise_and(number, _NUMBER_OF_KEYS - 1), tf.int32)
 
-    def _key_of(self, number: tf.Tensor, before: int = 0) -> tf.Tensor:
-        """Returns the key of a collective, int32 [], from the number of the one that is `before` later, int32 []."""
+    def _key_before(self, number: tf.Tensor, count: int) -> tf.Tensor:
+        """Returns the key of the collective that is `count` before the one with a number, both int32 []."""
         with tf.device(self._host):  # The numbers before the first one have the last keys.
-            return self._first_key + tf.bitwise.bitwise_and(number - before, _NUMBER_OF_KEYS - 1)
+            return self._first_key + tf.bitwise.bitwise_and(number - count, _NUMBER_OF_KEYS - 1)
 
     def _all_gather(self, input_tensor, options):
         dtype = input_tensor.dtype
