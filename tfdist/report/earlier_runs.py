@@ -9,7 +9,7 @@ _START_SECONDS = 300.0  # The hosts of a job may start so long after each other,
 
 @dataclasses.dataclass(frozen=True)
 class FolderSpan:
-    """What the folder of a supervisor tells of its run. A value is `None` if it is unknown.
+    """The facts about a run in the folder of a supervisor. A value is `None` if it is unknown.
 
     Attributes:
       worker: The worker that the supervisor has started; `None` if it has started all.

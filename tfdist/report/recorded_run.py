@@ -72,7 +72,7 @@ class RecordedRun:
 
 @dataclasses.dataclass(frozen=True)
 class _FolderContent:
-    """What a supervisor and its workers have written to its folder."""
+    """The files of a supervisor and its workers in its folder."""
 
     summary: Mapping[str, Any]
     attempts: Mapping[int, Mapping[int, WorkerFiles]]
